@@ -10,8 +10,8 @@ checked that no interpreter of the source language sees:
 - accesses outside of the kernel's memory, and unaligned ones, which are errors;
 - sectors of 32 bytes that each warp's access touches, as L1 counts them. Hits in L1 and L2 are not modelled.
 
-Instructions that are not listed here are errors. The approximate ones (ex2, div.full, rcp, lg2) get an error drawn up to
-the largest that NVIDIA documents. Time is not modelled, and SASS is not executed: ptxas comes after PTX.
+Instructions that are not listed here are errors. The approximate ones (ex2, div.full, rcp, lg2) get an error drawn up
+to the largest that NVIDIA documents. Time is not modelled, and SASS is not executed: ptxas comes after PTX.
 """
 
 from __future__ import annotations
@@ -254,7 +254,9 @@ class Emulator:
         if name == "bar":
             return _barrier
         if name in ("ld", "st", "atom"):
-            return self._parameter(types, operands) if types[0] == "param" else self._access(name, types, operands, text)
+            return (
+                self._parameter(types, operands) if types[0] == "param" else self._access(name, types, operands, text)
+            )
         if name == "mov" and "{" in operands[0] + operands[1]:
             return _packed(types, operands)
         if name == "shfl":
@@ -377,8 +379,8 @@ class Emulator:
         wide = np.int64 if last[0] == "s" else np.uint64
         flush = _flushed if "ftz" in types else lambda value: value
         if name in ("mul", "mad") and "wide" in types:
-            return lambda x, y, z=0: x.astype(wide) * y.astype(wide) + wide(z) if np.ndim(z) == 0 else (
-                x.astype(wide) * y.astype(wide) + z
+            return lambda x, y, z=0: (
+                x.astype(wide) * y.astype(wide) + wide(z) if np.ndim(z) == 0 else (x.astype(wide) * y.astype(wide) + z)
             )
         if name == "mul" and "hi" in types:
             return lambda x, y: ((x.astype(wide) * y.astype(wide)) >> wide(32)).astype(kind)

@@ -28,6 +28,7 @@ from stillroom.losses.head.rows import (
     TeacherRows,
     padded,
 )
+from stillroom.precision import adamw_triton
 
 T4 = 75
 MANY = 1000  # blocks at once: no vocabulary is cut in more parts
@@ -141,7 +142,11 @@ class RowCase:
         logits = ("student", "teacher")
         count = self.num_rows * self.num_tokens
         read, written = run.bytes_read(*logits) / count, run.bytes_written(*logits) / count
-        return {"read": read, "written": written, "small": (run.bytes_read() + run.bytes_written()) / count - read - written}
+        return {
+            "read": read,
+            "written": written,
+            "small": (run.bytes_read() + run.bytes_written()) / count - read - written,
+        }
 
 
 def _in_scratch(values: Tensor) -> Tensor:
@@ -177,3 +182,45 @@ def _doubled(teacher: TeacherRows | None) -> TeacherRows | None:
         case SampledSignal():
             return SampledSignal(teacher.ids, teacher.weights.double(), teacher.entropy.double())
     return None
+
+
+class AdamCase:
+    """Three tensors on the way through the AdamW kernel, and the same in float64."""
+
+    RATE, DECAY, BETAS, EPSILON, FACTOR, COUNT = 1e-3, 0.1, (0.9, 0.95), 1e-8, 2.0**-12, 3.0
+
+    def __init__(self, *, is_half: bool, sizes: tuple[int, ...] = (24_576, 5_003, 16)) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(spread: float = 1.0) -> list[Tensor]:
+            return [torch.randn(size, generator=generator) * spread for size in sizes]
+
+        self.num_parameters = sum(sizes)
+        self.weights, self.firsts = draw(), draw()
+        self.seconds = [one.square() for one in self.firsts]
+        self.gradients = [one.half() if is_half else one for one in draw(4096.0)]
+        self.halves = [one.half() for one in self.weights] if is_half else []
+        self._before = [[one.double() for one in held] for held in (self.weights, self.firsts, self.seconds)]
+        self.launch = adamw_triton.prepare(
+            self.weights, self.gradients, self.firsts, self.seconds, self.halves,
+            [torch.full((), self.COUNT) for _ in sizes], factor=self.FACTOR, rate=self.RATE, decay=self.DECAY,
+            betas=self.BETAS, epsilon=self.EPSILON,
+        )  # fmt: skip
+
+    def executed(self, built: Built | None = None, **options: Any) -> Run:
+        return execute(self.launch, built or build(self.launch, T4), **options)
+
+    def error(self) -> float:
+        """The largest relative deviation of weights and moments from float64."""
+        worst = 0.0
+        beta1, beta2 = self.BETAS
+        for place, gradient in enumerate(self.gradients):
+            weight, first, second = (held[place] for held in self._before)
+            scaled = gradient.double() * self.FACTOR
+            first = beta1 * first + (1 - beta1) * scaled
+            second = beta2 * second + (1 - beta2) * scaled.square()
+            root = (second / (1 - beta2**self.COUNT)).sqrt() + self.EPSILON
+            weight = weight * (1 - self.RATE * self.DECAY) - self.RATE / (1 - beta1**self.COUNT) * first / root
+            for held, exact in ((self.weights, weight), (self.firsts, first), (self.seconds, second)):
+                worst = max(worst, float((held[place] - exact).abs().max() / exact.abs().max()))
+        return worst

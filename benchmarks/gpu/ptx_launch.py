@@ -1,11 +1,13 @@
 """Builds a kernel of ours for a GPU that is not here, and runs the PTX it would be given on a CPU (`ptx.py`).
 
 A `Launch` is what the product starts on a device; here the same kernel with the same arguments is compiled as Triton's
-launcher would specialise it: sizes and addresses that are multiples of 16 are known to be so, a size of 1 is a constant.
+launcher would specialise it: sizes and addresses that are multiples of 16 are known to be so, and a size of 1 is a
+constant.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 from dataclasses import dataclass
@@ -51,10 +53,24 @@ def build(launch: Any, architecture: int) -> Built:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
             if isinstance(value, int) and value % 16 == 0:
                 hints[(place,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=hints)
+    source = _source(launch.kernel, signature, constants, hints)
     made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=dict(launch.options))
     taken = tuple(name for name, kind in signature.items() if kind != "constexpr")
     return Built(made.asm["ptx"], taken, made.metadata.shared, architecture)
+
+
+def _source(kernel: Any, signature: dict[str, str], constants: dict[Any, Any], hints: dict[Any, Any]) -> ASTSource:
+    """Also for Triton 3.2, which has constants by name, and no type where there is a constant."""
+    if "constexprs" in inspect.signature(ASTSource).parameters:
+        return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=hints)
+    from triton.backends.compiler import AttrsDescriptor
+
+    held = AttrsDescriptor.from_dict(
+        {"arg_properties": {"tt.divisibility": [place for (place,) in hints]}, "cls": "AttrsDescriptor"}
+    )
+    types = {name: kind for name, kind in signature.items() if kind != "constexpr"}
+    named = {kernel.arg_names[place]: value for (place,), value in constants.items()}
+    return ASTSource(fn=kernel, signature=types, constants=named, attrs=held)
 
 
 def resources(built: Built, folder: Path) -> dict[str, int]:

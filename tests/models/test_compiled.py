@@ -82,7 +82,10 @@ def test_a_compiled_body_that_answers_otherwise_is_not_used() -> None:
 def test_auto_compiles_long_runs_on_a_cpu_only() -> None:
     assert what_to_compile("auto", "cpu", 1e13) == "off"
     assert what_to_compile("auto", "cpu", 1e15) == "student"
-    assert what_to_compile("auto", "cuda", 1e18) == "off", "never run on a card: only where it is asked for"
+    assert what_to_compile("auto", "cuda", 1e15) == "off"
+    assert what_to_compile("auto", "cuda", 1e17) == "both"
+    assert what_to_compile("auto", "cuda", 1e17, (6, 0)) == "off", "inductor does not serve it"
+    assert what_to_compile("auto", "mps", 1e18) == "off"
     assert what_to_compile("both", "cuda", 0.0) == "both"
 
 

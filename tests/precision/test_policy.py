@@ -239,7 +239,7 @@ CPU = DeviceFacts("cpu")
     [
         (CPU, 10**6, "fp32"),
         (A100, 10**9, "bf16-mixed"),
-        (T4, 4 * 10**8, "fp16-mixed"),
+        (T4, 4 * 10**8, "fp16-master"),
         (T4, 7 * 10**8, "fp16-split"),
     ],
 )

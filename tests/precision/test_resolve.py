@@ -8,10 +8,11 @@ import pytest
 import torch
 from refusals import refused
 
+from stillroom.config.schema import Config
 from stillroom.core.errors import ConfigError
 from stillroom.precision import choose
 from stillroom.precision.device import DeviceFacts, facts_of
-from stillroom.precision.policy import POLICIES
+from stillroom.precision.policy import POLICIES, needs_fp32_weights
 
 P100 = DeviceFacts("cuda", "Tesla P100", False, 16 * 10**9, "sm_60", ("sm_60",), has_tensor_cores=False)
 T4 = DeviceFacts("cuda", "Tesla T4", False, 16 * 10**9, "sm_75", ("sm_75",))
@@ -25,11 +26,20 @@ def test_without_tensor_cores_fp16_products_are_not_chosen() -> None:
     assert choose("fp16-mixed", P100)[0] == "fp16-mixed", "what is asked for is given"
 
 
-def test_the_half_copies_of_autocast_are_counted() -> None:
-    """18 bytes a parameter in half of 16 GB: 444 million parameters, and not 500 million."""
-    assert choose("auto", T4, 440_000_000)[0] == "fp16-mixed"
-    assert choose("auto", T4, 460_000_000)[0] == "fp16-split"
-    assert choose("auto", T4, 460_000_000, moments="bfloat16")[0] == "fp16-mixed", "14 bytes fit"
+def test_bytes_of_a_parameter_decide() -> None:
+    """16 bytes a parameter in half of 16 GB: 500 million parameters."""
+    assert choose("auto", T4, 499_000_000)[0] == "fp16-master"
+    assert choose("auto", T4, 501_000_000)[0] == "fp16-split"
+    assert choose("auto", T4, 501_000_000, moments="bfloat16")[0] == "fp16-master", "12 bytes fit"
+
+
+def test_what_refuses_fp16_weights_is_not_given_them() -> None:
+    assert choose("auto", T4, 440_000_000, is_wide=True)[0] == "fp16-mixed"
+    assert choose("auto", T4, 460_000_000, is_wide=True)[0] == "fp16-split", "18 bytes, half copies of autocast counted"
+    assert not needs_fp32_weights(Config())
+    adapted = Config.model_validate({"student": {"adapter": {"rank": 4}}})
+    routed = Config.model_validate({"teacher": {"router": {"mode": "sar-meta"}}})
+    assert needs_fp32_weights(adapted) and needs_fp32_weights(routed)
 
 
 @pytest.mark.parametrize("begun_in", list(POLICIES))

@@ -1167,8 +1167,8 @@ class TrainConfig(Section):
     )
     compile: Literal["auto", "off", "student", "both"] = Field(
         "auto",
-        description="torch.compile for the student, or for both models; auto: the student, in a run on a CPU that is "
-        "long enough to be worth it",
+        description="torch.compile for the student, or for both models; auto, in a run that is long enough to be worth "
+        "it: the student on a CPU, both on a GPU of compute capability 7.0 or more",
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
         0, description="random seed: initial weights, order of the data, stochastic rounding"

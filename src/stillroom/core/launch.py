@@ -1,11 +1,19 @@
-"""A kernel with its arguments: what is started on a device, and what tests compile and execute as PTX."""
+"""Triton kernels: whether they can be started here, and a start of one with its arguments.
+
+Tests compile and execute as PTX what the product would start on a device.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import subprocess
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+
+
+_FAILURES = (RuntimeError, OSError, ImportError, AssertionError, subprocess.SubprocessError)
 
 
 @dataclass(frozen=True)
@@ -21,3 +29,27 @@ class Launch:
 
     def start(self) -> None:
         self.kernel[(self.grid,)](**self.arguments, **self.constants, **self.options)
+
+
+def triton_doubt() -> str:
+    """Why no Triton kernel can be started in this process, as far as that is known without trying; empty: none."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    import triton
+
+    try:
+        triton.runtime.driver.active.get_current_target()
+    except _FAILURES as error:
+        return f"Triton finds no driver: {first_line(error)}"
+    return ""
+
+
+def triton_failures() -> tuple[type[Exception], ...]:
+    """What Triton, ptxas, the C compiler of its launcher or the driver raise where a kernel cannot be built or started."""
+    from triton.errors import TritonError
+
+    return (*_FAILURES, TritonError)
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

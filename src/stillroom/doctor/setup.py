@@ -20,7 +20,7 @@ from stillroom.doctor.rules import Settings
 from stillroom.models import has_tokenizer, load_tokenizer
 from stillroom.models.files import Source, fetch
 from stillroom.precision.device import DeviceFacts, facts_of
-from stillroom.precision.policy import choose
+from stillroom.precision.policy import choose, needs_fp32_weights
 from stillroom.teachers.signals import AUTO
 from stillroom.training.models import Models, load_models
 from stillroom.training.schedule import Curriculum
@@ -121,7 +121,8 @@ class Setup:
     def precision(self) -> tuple[str, str]:
         """The mode, and why. Raises for one that the device cannot do."""
         asked = self.config.precision
-        return choose(asked.mode, self.machine.device, moments=asked.moments)
+        is_wide = needs_fp32_weights(self.config)
+        return choose(asked.mode, self.machine.device, moments=asked.moments, is_wide=is_wide)
 
     @property
     def uses_teacher(self) -> bool:

@@ -7,6 +7,7 @@ and return to their storage afterwards, many tensors at a time. Buckets bound th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw as adamw_update
 
+from stillroom.core.launch import first_line, triton_doubt, triton_failures
 from stillroom.precision import storage as rounding
-from stillroom.precision.storage import Direct, Moment, Storage, in_fp32, local
+from stillroom.precision.storage import Direct, Gathered, Master, Moment, Storage, in_fp32, local
 
 _SCRATCH_BYTES = 1 << 27
 COUNTS = "num_updates"  # in a checkpoint: the updates of each parameter, in the order of the groups
@@ -216,32 +218,43 @@ class AdamW:
         self.num_updates += 1
 
     def _update(self, bucket: list[_Cell], rate: float, factor: float) -> None:
+        if choose_update(bucket[0].first.values.device).is_at_once and self._update_at_once(bucket, rate, factor):
+            return
         kind: Any = type(bucket[0].storage)
         storages = [cell.storage for cell in bucket]
         firsts, seconds = [cell.first for cell in bucket], [cell.second for cell in bucket]
         weights, gradients = kind.read_all(storages), in_fp32([cell.known_gradient for cell in bucket])
         torch._foreach_mul_(gradients.parts, factor)
         first, second = Moment.read_all(firsts), Moment.read_all(seconds)
-        adamw_update(
-            weights.parts,
-            gradients.parts,
-            first.parts,
-            second.parts,
-            [],
-            [cell.num_updates for cell in bucket],
-            fused=True,
-            amsgrad=False,
-            beta1=self.betas[0],
-            beta2=self.betas[1],
-            lr=rate,
-            weight_decay=bucket[0].decay,
-            eps=self.epsilon,
-            maximize=False,
-        )
+        _fused_update(
+            weights.parts, gradients.parts, first.parts, second.parts, [cell.num_updates for cell in bucket],
+            rate=rate, decay=bucket[0].decay, betas=self.betas, epsilon=self.epsilon,
+        )  # fmt: skip
         bits = self._draw(bucket)
         kind.write_all(storages, weights, bits.get("weights"))
         Moment.write_all(firsts, first, bits.get("first"))
         Moment.write_all(seconds, second, bits.get("second"))
+
+    def _update_at_once(self, bucket: list[_Cell], rate: float, factor: float) -> bool:
+        """Update by one launch that unscales and writes FP16 copies too. False: the kernel does not serve these."""
+        from stillroom.precision import adamw_triton
+
+        kind = type(bucket[0].storage)
+        if kind not in (Direct, Gathered, Master):
+            return False
+        weights = [cell.storage.read() for cell in bucket]
+        gradients = [cell.known_gradient for cell in bucket]
+        firsts, seconds = [cell.first.values for cell in bucket], [cell.second.values for cell in bucket]
+        halves = [cell.parameter.data for cell in bucket] if kind is Master else []
+        if not adamw_triton.serves(weights, gradients, [*firsts, *seconds], halves):
+            return False
+        counts = [cell.num_updates for cell in bucket]
+        torch._foreach_add_(counts, 1)
+        adamw_triton.prepare(
+            weights, gradients, firsts, seconds, halves, counts,
+            factor=factor, rate=rate, decay=bucket[0].decay, betas=self.betas, epsilon=self.epsilon,
+        ).start()  # fmt: skip
+        return True
 
     def _draw(self, bucket: list[_Cell]) -> dict[str, Tensor]:
         """The random bits of a bucket in one draw: for each parameter in turn those of its weights and its moments."""
@@ -298,6 +311,52 @@ class AdamW:
     def _all_cells(self) -> Iterator[_Cell]:
         for cells in self.cells.values():
             yield from cells
+
+
+def _fused_update(
+    weights: list[Tensor], gradients: list[Tensor], firsts: list[Tensor], seconds: list[Tensor], counts: list[Tensor],
+    *, rate: float, decay: float, betas: tuple[float, float], epsilon: float,
+) -> None:  # fmt: skip
+    """torch's fused AdamW, which counts the updates up itself."""
+    adamw_update(
+        weights, gradients, firsts, seconds, [], counts, fused=True, amsgrad=False, beta1=betas[0], beta2=betas[1],
+        lr=rate, weight_decay=decay, eps=epsilon, maximize=False,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class UpdateChoice:
+    """Whether a device updates by the Triton kernel, and why."""
+
+    is_at_once: bool
+    reason: str
+
+
+@functools.cache
+def choose_update(device: torch.device) -> UpdateChoice:
+    """The Triton kernel on CUDA devices where it can be built and does what torch's update does, tried once."""
+    if device.type != "cuda":
+        return UpdateChoice(False, "the kernel serves CUDA devices")
+    if doubt := triton_doubt():
+        return UpdateChoice(False, doubt)
+    from stillroom.precision import adamw_triton
+
+    try:
+        agrees = adamw_triton.agrees(device, _fused_update)
+    except torch.OutOfMemoryError:
+        raise
+    except triton_failures() as error:
+        return UpdateChoice(False, f"the Triton kernel failed: {type(error).__name__}: {first_line(error)}")
+    return UpdateChoice(agrees, "tried" if agrees else "the Triton kernel's numbers differ from torch's")
+
+
+def describe_update(device: torch.device) -> tuple[str, ...]:
+    """Which update a run on a GPU has and why, for its log."""
+    if device.type != "cuda":
+        return ()
+    choice = choose_update(device)
+    said = "one Triton launch for each bucket" if choice.is_at_once else "torch's fused AdamW"
+    return (f"optimizer: {said} ({choice.reason})",)
 
 
 def _buckets(cells: list[_Cell]) -> Iterator[list[_Cell]]:

@@ -113,12 +113,16 @@ def _adamw(
 # -- launching ---------------------------------------------------------------------------------------------
 
 
-def serves(weights: Sequence[Tensor], gradients: Sequence[Tensor], moments: Sequence[Tensor]) -> bool:
+def serves(
+    weights: Sequence[Tensor], gradients: Sequence[Tensor], moments: Sequence[Tensor], halves: Sequence[Tensor]
+) -> bool:
     """Whether a bucket is of the kinds above: one dtype of gradients, everything dense and aligned."""
     dtypes = {one.dtype for one in gradients}
     is_wide = all(one.dtype == torch.float32 for one in (*weights, *moments))
-    is_dense = all(one.is_contiguous() and one.data_ptr() % _ALIGNED == 0 for one in (*weights, *gradients, *moments))
-    return is_wide and is_dense and len(dtypes) == 1 and dtypes <= {torch.float32, torch.float16}
+    is_half = all(one.dtype == torch.float16 for one in halves)
+    held = (*weights, *gradients, *moments, *halves)
+    is_dense = all(one.is_contiguous() and one.data_ptr() % _ALIGNED == 0 for one in held)
+    return is_wide and is_half and is_dense and len(dtypes) == 1 and dtypes <= {torch.float32, torch.float16}
 
 
 def prepare(

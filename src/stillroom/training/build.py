@@ -21,6 +21,7 @@ from stillroom.losses.head.products import product_note
 from stillroom.losses.mix import Clamps, Mix, Planned
 from stillroom.parallel import Parallel
 from stillroom.precision import AdamW, ParameterGroup, Precision, resolve
+from stillroom.precision.policy import needs_fp32_weights
 from stillroom.teachers.base import RunContext, Teacher
 from stillroom.teachers.build import build_teacher, num_trained_by_teacher
 from stillroom.telemetry import EventLog
@@ -227,7 +228,15 @@ def make_precision(config: Config, models: Models, device: torch.device, begun_i
     num_parameters = num_trained(models.student) + num_trained_by_teacher(config, models.teacher)
     asked = config.precision
     facts = models.facts if device.type == "cpu" else None
-    return resolve(asked.mode, device, config=asked, num_parameters=num_parameters, begun_in=begun_in, facts=facts)
+    return resolve(
+        asked.mode,
+        device,
+        config=asked,
+        num_parameters=num_parameters,
+        begun_in=begun_in,
+        facts=facts,
+        is_wide=needs_fp32_weights(config),
+    )
 
 
 def make_optimizer(student: Any, precision: Precision, config: Config, planned: Planned) -> AdamW:

@@ -23,6 +23,7 @@ from stillroom.models import Student
 from stillroom.models.load import not_finite_advice
 from stillroom.parallel import Parallel
 from stillroom.parallel.base import join
+from stillroom.precision.adamw import describe_update
 from stillroom.precision.device import deterministic, find_device, teacher_dtype, wide_sums
 from stillroom.telemetry import EventLog, SilentLog
 from stillroom.telemetry.stages import Listening, Stages
@@ -492,7 +493,7 @@ def _announce(
         },
     )
     notes = (*notes, *unused_strategy(config, run.parallel))
-    details = map(Detail, run.mix.notes(run.device.type))
+    details = map(Detail, (*run.mix.notes(run.device.type), *describe_update(run.device)))
     notes = (*notes, *models.notes, *run.teacher.notes, *details)
     of_rollouts = run.rollouts.notes if run.rollouts is not None else ()
     for text in (*notes, *of_rollouts, *([run.budget.note] if run.budget.note else [])):

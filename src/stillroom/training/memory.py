@@ -35,7 +35,7 @@ from stillroom.models import Student
 from stillroom.parallel import Parallel
 from stillroom.precision import AdamW, BytesPerParameter, bytes_per_parameter
 from stillroom.precision.device import DeviceFacts, facts_of, teacher_dtype
-from stillroom.precision.policy import choose
+from stillroom.precision.policy import choose, needs_fp32_weights
 from stillroom.precision.storage import Split, Stochastic
 from stillroom.teachers.placement import pinned_bytes
 from stillroom.teachers.signals import cache_spec
@@ -231,7 +231,8 @@ def uses_teacher(config: Config) -> bool:
 def chosen_mode(config: Config, shapes: Shapes) -> tuple[str, str]:
     """The precision that the run will have, and why."""
     sizes, _ = shapes.student(config, micro_of(config, "fp32"), None)
-    return choose(config.precision.mode, shapes.target.facts, sizes.num_trained, moments=config.precision.moments)
+    asked, is_wide = config.precision, needs_fp32_weights(config)
+    return choose(asked.mode, shapes.target.facts, sizes.num_trained, moments=asked.moments, is_wide=is_wide)
 
 
 def micro_of(

@@ -12,7 +12,6 @@ import atexit
 import ctypes
 import functools
 import hashlib
-import importlib.util
 import os
 import platform
 import shutil
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor
 
 from stillroom.core.errors import ConfigError
+from stillroom.core.launch import first_line, triton_doubt, triton_failures
 from stillroom.core.types import SampledSignal, TopKSignal
 from stillroom.losses import divergences
 from stillroom.losses.divergences import Divergence
@@ -694,7 +694,7 @@ def bf16_products() -> Bf16Products | None:
 
 @functools.cache
 def _fused(device: torch.device) -> KernelChoice:
-    """The Triton kernel, else what torch.compile makes of the plain one, each tried on the device; else the plain one."""
+    """The Triton kernel, else what torch.compile makes of the plain one, else that one; each tried on the device."""
     doubt = _doubt_of(device)
     if doubt:
         return KernelChoice(PlainKernel(), doubt)
@@ -710,7 +710,9 @@ def _inductor(device: torch.device) -> KernelChoice:
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         least, own = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY, capability))
-        return KernelChoice(PlainKernel(), f"the GPU has compute capability {own}, and inductor serves {least} and more")
+        return KernelChoice(
+            PlainKernel(), f"the GPU has compute capability {own}, and inductor serves {least} and more"
+        )
     return try_fused(device)
 
 
@@ -719,16 +721,8 @@ def _doubt_of(device: torch.device) -> str:
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_FOR_TRITON:
         least, own = (".".join(map(str, pair)) for pair in (LEAST_FOR_TRITON, capability))
-        return f"the GPU has compute capability {own}, and Triton's code serves {least} and more"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    import triton
-
-    try:
-        triton.runtime.driver.active.get_current_target()
-    except (RuntimeError, OSError) as error:
-        return f"Triton finds no driver: {str(error).strip().partition(chr(10))[0]}"
-    return ""
+        return f"the GPU has compute capability {own}, and Triton serves from {least} on"
+    return triton_doubt()
 
 
 class _Later:
@@ -739,16 +733,12 @@ class _Later:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def run(
-        self, student: Logits, teacher: TeacherRows | None, rows: RowRecord, plan: RowPlan
-    ) -> GradientRows | None:
+    def run(self, student: Logits, teacher: TeacherRows | None, rows: RowRecord, plan: RowPlan) -> GradientRows | None:
         return _inductor(self._device).kernel.run(student, teacher, rows, plan)
 
 
 def try_triton(device: torch.device) -> KernelChoice:
     """Compare both forms of the Triton kernel with the plain kernel on a device, and take the faster right one."""
-    from triton.errors import TritonError
-
     from stillroom.losses.head.kernel_triton import TritonKernel
 
     num_blocks = 0  # the form in one pass orders its blocks by acquiring loads, which older GPUs do not have
@@ -761,8 +751,8 @@ def try_triton(device: torch.device) -> KernelChoice:
             agrees = all(_agree(kernel, PlainKernel(), device, *size) for size in _TRIALS)
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, OSError, ImportError, TritonError) as error:
-            doubts.append(f"{kernel.name}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+        except triton_failures() as error:
+            doubts.append(f"{kernel.name}: {type(error).__name__}: {first_line(error)}")
             continue
         if agrees:
             right.append(kernel)
@@ -789,7 +779,7 @@ def _milliseconds(kernel: RowKernel, device: torch.device) -> float:
     plan = RowPlan(divergences.make("forward_kl"), True, True, True, False)
     found = []
     for _ in range(4):
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
         marks[0].record()
         kernel.run(Logits(student, half=HalfRequest(torch.float16)), Logits(teacher), rows, plan)
         marks[1].record()

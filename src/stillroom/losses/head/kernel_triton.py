@@ -1,6 +1,6 @@
 """The row kernel in Triton: one launch a chunk, the gradient written in half over the student's own logits.
 
-`_rows_in_passes` gives a row to one block, which reads it once for its normalisers (forward KL: for its value too), once
+`_rows_in_passes` gives a row to one block, which reads it once for its normalisers (and the value of forward KL), once
 more for the sums of a divergence that needs a pull-back, and once to write the gradient. `_rows_at_once` cuts a row
 among several blocks: each keeps its part in registers, the parts' sums meet in memory, and the row is read once.
 `_sparse_rows` is for teachers that answer with a few tokens and reads the student's row twice.
@@ -548,9 +548,7 @@ def _sparse_rows(
             x = _possible(_finish(raw, scale, cap, HAS_CAP), is_rest)
             own = tl.exp((x - rest_high) * inverse) * rest_pull
             label = tl.where(cols == target, 1.0, 0.0)
-            v = _gradient(
-                x, tl.exp(x - high) * unit_over, own, label, kd_weight, ce_weight, power, scale, cap, HAS_CAP
-            )
+            v = _gradient(x, tl.exp(x - high) * unit_over, own, label, kd_weight, ce_weight, power, scale, cap, HAS_CAP)
             v = tl.where(is_rest, v, 0.0)
             half = v.to(out.dtype.element_ty)
             loss += v - half.to(tl.float32)
@@ -567,7 +565,10 @@ def _sparse_rows(
 
 # -- launching ---------------------------------------------------------------------------------------------
 
-_BLOCK, _OPTIONS = 1024, {"num_warps": 8}  # four neighbours a thread: with eight, each FP32 load would touch half of every sector
+_BLOCK, _OPTIONS = (
+    1024,
+    {"num_warps": 8},
+)  # four neighbours a thread: with eight, each FP32 load would touch half of every sector
 _PART = 4096
 # ptxas would rather spill a few bytes of these than give up a block a multiprocessor.
 _REGISTERS_AT_ONCE = {_JSD.value: 224, _TODI.value: 224}
@@ -622,9 +623,7 @@ class TritonKernel:
         self.name = "triton" if num_blocks else "triton-passes"
         self._other, self._num_blocks = other, num_blocks
 
-    def run(
-        self, student: Logits, teacher: TeacherRows | None, rows: RowRecord, plan: RowPlan
-    ) -> GradientRows | None:
+    def run(self, student: Logits, teacher: TeacherRows | None, rows: RowRecord, plan: RowPlan) -> GradientRows | None:
         if not self.serves(student, teacher, plan):
             return self._other.run(student, teacher, rows, plan)
         launch, gradient = prepare(student, teacher, rows, plan, self._num_blocks)
@@ -638,7 +637,9 @@ class TritonKernel:
         num_kept = plan.top_k if isinstance(teacher, Logits) else 0
         if isinstance(teacher, TopKSignal | SampledSignal):
             num_kept = int(teacher.ids.shape[1])
-        return not is_odd and student.raw.numel() > 0 and num_kept <= _MOST_KEPT and member_of(plan.divergence) is not None
+        return (
+            not is_odd and student.raw.numel() > 0 and num_kept <= _MOST_KEPT and member_of(plan.divergence) is not None
+        )
 
 
 def _is_plain(head: Logits) -> bool:
@@ -666,14 +667,18 @@ def prepare(
     lost = torch.empty((num_rows, num_parts if is_cut else 1), device=raw.device)
     if gradient is not None:
         gradient = replace(gradient, lost=lost)
-    arguments = {
+    arguments: dict[str, Any] = {
         "student": raw, "out": out, "targets": rows.targets, "temperatures": rows.temperatures,
         "kd_weights": rows.kd_weights, "ce_weights": rows.ce_weights, "powers": _powers(gradient, raw), "kd": rows.kd,
         "ce": rows.ce, "is_bad": rows.is_bad.view(torch.int8), "lost": lost, "stride": raw.stride(0),
         "out_stride": out.stride(0), "num_tokens": num_tokens, "padded": width, "scale": float(student.scale),
         "cap": float(student.softcap or 0.0), "a": member.a, "b": member.b,
     }  # fmt: skip
-    constants = {"DIVERGENCE": member.number, "GRADIENT": plan.wants_student, "HAS_CAP": student.softcap is not None}
+    constants: dict[str, Any] = {
+        "DIVERGENCE": member.number,
+        "GRADIENT": plan.wants_student,
+        "HAS_CAP": student.softcap is not None,
+    }
     if isinstance(teacher, TopKSignal | SampledSignal):
         arguments |= _kept(teacher, rows, plan, num_tokens)
         constants |= {"SAMPLED": isinstance(teacher, SampledSignal), "BLOCK": _BLOCK,

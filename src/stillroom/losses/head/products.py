@@ -253,10 +253,9 @@ class HalfMultiplier:
 
     def to_weight(self, gradient: GradientRows, hidden: Tensor, out: Tensor, *, adds: bool) -> None:
         if gradient.lifts is None and _has_wide_sums(hidden.device, self._dtype):
-            # One power for all rows is cuBLAS's alpha, and the sum over chunks its beta: [V, D] is written once a chunk.
-            torch.addmm(
-                out, gradient.values.t(), hidden, out_dtype=torch.float32, beta=int(adds), alpha=2.0**-gradient.lift, out=out
-            )
+            # One power for all rows is cuBLAS's alpha, the sum over chunks its beta: [V, D] is written once a chunk.
+            values, scale = gradient.values.t(), 2.0**-gradient.lift
+            torch.addmm(out, values, hidden, out_dtype=torch.float32, beta=int(adds), alpha=scale, out=out)
             return
         power: Tensor | float | None = 2.0**-gradient.lift if gradient.lift else None
         if gradient.lifts is not None:
