@@ -288,7 +288,9 @@ def plan(
     device_memory: Annotated[
         str | None, typer.Option(help="plan for so much, e.g. 16GB or 15.9GiB; else for what is free here")
     ] = None,
-    card: Annotated[str | None, typer.Option(help="plan for a named card: T4, V100, P100, L4, A100 or H100")] = None,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", "--card", help="plan for a named GPU: T4, V100, P100, L4, A100 or H100")
+    ] = None,
     processes: Annotated[int, typer.Option(min=1, help="processes that share the run; bytes are of one")] = 1,
     strategy: Annotated[str | None, typer.Option(help="auto, ddp or fsdp; else train.strategy")] = None,
     preset: Preset = None,
@@ -317,10 +319,10 @@ def plan(
     named = {"teacher.model": teacher, "student.model": student, "data.train": data, "data.eval": eval_data}
     loaded = _load_or_demo(config, preset, named, set_)
     train = loaded.config.train
-    gpu = find_gpu(card) if card is not None else None
-    target = with_processes(find_target(device, bound, gpu), processes, strategy or train.strategy, train.shard_size)
+    known = find_gpu(gpu) if gpu is not None else None
+    target = with_processes(find_target(device, bound, known), processes, strategy or train.strategy, train.shard_size)
     tell = partial(_say_subject, is_quiet=as_json)
-    made = make_plan(loaded.config, target, gpu=gpu, is_quick=quick, probes=probe, tell=tell)
+    made = make_plan(loaded.config, target, gpu=known, is_quick=quick, probes=probe, tell=tell)
     if as_json:
         print_json(made.to_dict())
     else:

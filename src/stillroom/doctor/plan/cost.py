@@ -7,10 +7,11 @@ Two operations for each weight that a token is multiplied with, twice that again
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
+from stillroom.bench.predictions import body_bytes
 from stillroom.config import Config
-from stillroom.precision.gpus import Gpu
+from stillroom.precision.gpus import Gpu, Kernels, seconds_of
 from stillroom.training.memory import Layout, cache_bytes
 from stillroom.training.trace import Sizes
 
@@ -26,6 +27,8 @@ class Cost:
     seconds_per_step: float | None
     seconds_from: str  # what the time is from; empty where there is none
     cache_bytes_per_token: float
+    seconds_per_step_compiled: float | None = None  # of a modelled GPU: with the bodies of both models compiled
+    seconds_per_step_at_peak: float | None = None  # the same as seconds_per_step by the data sheet
 
     @property
     def ratio(self) -> float:
@@ -81,11 +84,17 @@ def cost_of(
     backward = 1.0 if config.student.adapter is not None else 2.0  # frozen weights have no gradient
     student *= 1.0 + backward + config.student.gradient_checkpointing
     teaching = forward_flops(teacher, length) if teacher is not None else 0.0
+    asked = 0.0 if config.teacher.cache else teaching
     seconds, source = measured, "one real step, measured on this machine" if measured is not None else ""
+    compiled = at_peak = None
     if measured is None and gpu is not None:
-        asked = 0.0 if config.teacher.cache else teaching
-        seconds = per_step * (asked + student) / gpu.flops(layout.mode)
-        source = f"a model: all products at the published peak of a {gpu.name}; real steps take longer"
+        live = teacher if not config.teacher.cache else None
+        work = {
+            form: step_kernels(config, layout, live, per_step, (asked, student), form) for form in ("eager", "compiled")
+        }
+        seconds, compiled = (seconds_of(work[form], gpu.sustained) for form in ("eager", "compiled"))
+        at_peak = seconds_of(work["eager"], gpu.peak)
+        source = f"a model of a {gpu.name} at rates it sustains; no GPU was measured"
     return Cost(
         steps=steps,
         tokens=steps * per_step if steps else None,
@@ -96,4 +105,37 @@ def cost_of(
         seconds_per_step=seconds,
         seconds_from=source,
         cache_bytes_per_token=cache_bytes(config),
+        seconds_per_step_compiled=compiled,
+        seconds_per_step_at_peak=at_peak,
     )
+
+
+# Bytes that the row kernel reads and writes for each element of a chunk of logits. In two passes over the student's
+# logits alone, stored answers move as many.
+_ROW_BYTES, _UPDATE_BYTES = 10.0, 32.0
+_LAUNCHES = {"eager": 80, "compiled": 35}  # of a layer, forward and backward
+
+
+def step_kernels(
+    config: Config, layout: Layout, teacher: Sizes | None, tokens: int, flops: tuple[float, float], form: str
+) -> list[Kernels]:
+    """What a step asks of a GPU: products, what the layers move besides them, rows of the head, and the update.
+
+    What layers move was recorded for Llama layers whose feed-forward has 2.7 widths (`bench/predictions.json`).
+    """
+    student = layout.sizes
+    dtype: Literal["half", "fp32"] = "fp32" if layout.mode == "fp32" else "half"
+    wide = 2.0 if layout.mode == "fp32" else 1.0
+    moved = tokens * student.layers * student.width * wide
+    bodies = moved * (body_bytes(form, "student forward") + body_bytes(form, "student backward"))
+    launches = student.layers * _LAUNCHES[form]
+    if teacher is not None:
+        bodies += tokens * teacher.layers * teacher.width * body_bytes(form, "teacher")
+        launches += teacher.layers * _LAUNCHES[form] // 3
+    micro_batches = config.train.gradient_accumulation_steps
+    return [
+        Kernels(1, tokens * sum(flops), dtype, 0.0),
+        Kernels(1, 0.0, "half", bodies, launches * micro_batches),
+        Kernels(1, 0.0, "half", _ROW_BYTES * tokens * student.vocabulary),
+        Kernels(1, 0.0, "half", _UPDATE_BYTES * student.num_trained),
+    ]

@@ -85,8 +85,8 @@ def find_target(device: str = "auto", device_memory: int | None = None, gpu: Gpu
     if gpu is not None:
         return Target(torch.device("cuda"), gpu.facts, device_memory or gpu.memory_bytes, main)
     if device == "auto" and device_memory is not None and not torch.cuda.is_available():
-        facts = DeviceFacts("cuda", "a card", True, device_memory)
-        note = "planned for a card with native bf16; --card T4 plans for one that has none, --device cpu for this CPU"
+        facts = DeviceFacts("cuda", "a GPU", True, device_memory)
+        note = "planned for a GPU with native bf16; --gpu T4 plans for one that has none, --device cpu for this CPU"
         return Target(torch.device("cuda"), facts, device_memory, main, notes=(note,))
     here = free_here(find_device(device))
     return replace(here, bound=device_memory or here.bound)
@@ -352,7 +352,7 @@ def _offload(config: Config, now: Layout, shapes: Shapes) -> Change | None:
     if not is_here or not shapes.target.is_gpu or config.teacher.quantisation != "none":
         return None
     return Change({"teacher.placement": "offload"}, "the teacher in main memory between its answers",
-                  "its weights are copied to the card for each micro-batch")  # fmt: skip
+                  "its weights are copied to the GPU for each micro-batch")  # fmt: skip
 
 
 def _stream(config: Config, now: Layout, _shapes: Shapes) -> Change | None:
