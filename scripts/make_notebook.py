@@ -28,8 +28,9 @@ third cell. The guide is `docs/t4.md`.
 # Install, where it is not installed yet. SOURCE is a folder, a wheel or the address of the repository.
 import importlib.util
 
-SOURCE = "stillroom"
+SOURCE = ""
 if importlib.util.find_spec("stillroom") is None:
+    assert SOURCE, "say in SOURCE where the package is"
     !pip install --quiet {SOURCE}
 !stillroom --version
 """,
@@ -78,6 +79,19 @@ sample_tokens = {48 if has_card else 8}
     ),
     ("markdown", "Plan before anything is loaded, for the card of this page whether or not it is here."),
     ("code", "# Memory by part, and what makes it fit.\n!stillroom plan run.toml --card T4 --quick"),
+    (
+        "markdown",
+        "Measure the GPU: what it reaches, and how far the package's predictions are off. The block that it prints "
+        "belongs into an issue: no GPU was at hand when they were written.",
+    ),
+    (
+        "code",
+        """
+# A few minutes on a GPU; on a CPU its rates alone.
+part = "" if torch.cuda.is_available() else "--part constants"
+!stillroom bench {part} --out bench.json
+""",
+    ),
     ("markdown", "Five real steps with evaluation, save and report. What fails later mostly fails here."),
     ("code", "# The whole path, briefly.\n!stillroom distill run.toml --dry-run --out runs/try --no-progress"),
     (
@@ -94,6 +108,7 @@ back and call the same cell again.
 import stillroom
 from stillroom.core.errors import Interrupted
 
+result = None  # stays so where the run stops in time: call this cell again in the next session
 try:
     result = stillroom.distill(
         stillroom.load_config("run.toml", overrides={"train.max_minutes": MINUTES}), out="runs/t4"
@@ -109,10 +124,13 @@ else:
         "code",
         """
 # Figures and findings.
-for name in ("teacher", "student_before", "student"):
-    row = result.summary[name]
-    print(f"{name:>15}  perplexity {row['perplexity']:8.1f}  bits per byte {row['bits_per_byte']:.2f}")
-print(result.report_path)
+if result is None:
+    print("the run is not finished: the report so far is runs/t4/report.html")
+else:
+    for name in ("teacher", "student_before", "student"):
+        row = result.summary[name]
+        print(f"{name:>15}  perplexity {row['perplexity']:8.1f}  bits per byte {row['bits_per_byte']:.2f}")
+    print(result.report_path)
 !stillroom diagnose runs/t4
 """,
     ),
@@ -127,8 +145,8 @@ print(result.report_path)
     (
         "markdown",
         """
-Never run on a real card by us. `python scripts/gpu_report.py --json report.json` in a clone of the repository writes
-what we would like to know from yours; see `docs/gpu.md`.
+Never run on a real card by us. `stillroom bench`, above, prints what we would like to know from yours: paste its block
+into an issue.
 """,
     ),
 ]

@@ -21,10 +21,11 @@ LAYERS = [
     {"models"},
     {"parallel", "telemetry"},
     {"teachers"},
-    {"doctor"},
+    {"doctor", "bench.predictions"},
     {"training"},
-    {"report", "metrics", "export", "bench"}
+    {"report", "metrics", "export"}
     | {f"doctor.{name}" for name in ("examine", "plan", "resume", "selftest", "setup", "setup_rules")},
+    {"bench"},
     {"api", "cli", "demo", "guard", "objectives", "__main__", "__init__"},
 ]
 # A package, or a module of a package that has another level than the rest of it.

@@ -15,8 +15,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
 import cards
+import design
 import fusion
 import recorder
+
+from stillroom.precision.gpus import find_gpu
 
 FOLDER = Path(cards.__file__).parent
 T4 = cards.CARDS[0]
@@ -103,6 +106,55 @@ def test_a_row_too_long_for_registers_is_read_again_after_each_reduction() -> No
     assert fusion.compiled(stream, {"teacher"})[0].bytes_read == 2000
     short = [replace(one, row_length=500) for one in stream]
     assert fusion.compiled(short, {"teacher"})[0].bytes_read == 1000
+
+
+def head_stream(num_chunks: int = 2) -> list[recorder.Kernel]:
+    """Two products of logits, rows, and two products back, for each chunk of 8 positions and 1,000 tokens."""
+    logits = {"flops": 10, "dtype": "float16", "shape": (8, 1000)}
+    chunk = [
+        kernel("mm", "head", **logits),
+        kernel("mm", "head", **logits),
+        kernel("exp", "head rows", bytes_read=10**8, shape=(8, 1000)),
+        kernel("sum", "head", bytes_read=100, shape=(8,)),
+        kernel("mm", "head", flops=10, dtype="float16", shape=(8, 64)),
+        kernel("mm", "head", flops=10, dtype="float16", shape=(1000, 64)),
+        kernel("mul", "head", bytes_read=10**8, shape=(1000, 64)),
+    ]
+    cast = kernel("_to_copy", "head", bytes_read=10**7, shape=(1000, 64))
+    return [kernel("mul", "teacher", bytes_read=7), cast, *chunk * num_chunks]
+
+
+def test_a_row_kernel_takes_the_place_of_everything_as_large_as_the_logits() -> None:
+    made = design.with_row_kernel(head_stream(), (8.0, 2.0), vocabulary=1000)
+    assert [one.name for one in made if one.phase == "head"] == [
+        "_to_copy", *["mm", "mm", "row kernel", "sum", "mm", "mm"] * 2,
+    ]  # fmt: skip
+    rows = [one for one in made if one.name == "row kernel"]
+    assert all((one.bytes_read, one.bytes_written) == (8 * 8000, 2 * 8000) for one in rows)
+    assert made[0].phase == "teacher"
+
+
+def test_stored_answers_need_no_logits_of_the_teacher() -> None:
+    made = design.with_row_kernel(head_stream(), (8.0, 2.0), vocabulary=1000, is_sparse=True)
+    assert [one.name for one in made if one.phase == "head"] == [
+        "_to_copy", *["mm", "row kernel", "sum", "mm", "mm"] * 2,
+    ]  # fmt: skip
+
+
+def test_one_kernel_of_adamw_moves_28_bytes_a_parameter_and_the_norm_reads_gradients() -> None:
+    stream = [kernel("mul", "optimizer", bytes_read=9), kernel("host read", "optimizer", waits=True), kernel()]
+    made = design.with_fused_adamw(stream, 10**6, gradient_bytes=2)
+    moved = {one.name: one.bytes_read + one.bytes_written for one in made if one.phase == "optimizer"}
+    assert moved == {"norm": 2 * 10**6 + 4096, "host read": 0, "fused AdamW": 28 * 10**6}
+    assert made[0].phase == "teacher" and made[2].waits, "the host reads the norm before the update"
+
+
+def test_kernels_that_are_alike_are_counted_and_keep_their_time() -> None:
+    stream = [kernel("mm", flops=10**9, dtype="float16")] * 3 + [kernel(bytes_read=10**6)]
+    groups = design.grouped(stream)
+    assert [one.number for one in groups] == [3, 1]
+    gpu = find_gpu("T4")
+    assert sum(one.seconds(gpu.peak) for one in groups) == pytest.approx(sum(map(T4.kernel_seconds, stream)))
 
 
 _STEP = """

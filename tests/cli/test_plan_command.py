@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import commands
 import pytest
@@ -82,6 +84,7 @@ def test_where_nothing_helps_all_changes_are_proposed_and_nothing_is_written(
     [
         (["--device-memory", "16XB"], 2, "no amount of memory"),
         (["--card", "Z9"], 2, "T4"),
+        (["--gpu", "Z9"], 2, "T4"),
         (["no-such-file.toml"], 2, "no-such-file.toml"),
         (["--set", "student.model=./nowhere"], 20, "nowhere"),
         (["--set", "student.model=./hollow"], 20, "config.json"),
@@ -93,6 +96,19 @@ def test_bad_input_is_named(stillroom: commands.Command, world: Path, more: list
     ended, _out, err = stillroom(*words(world, "--quick", "--device", "cpu", *more))
     assert ended == code, err
     assert said in err
+
+
+def test_a_gpu_has_two_names_and_a_disk_that_is_too_small_is_said(
+    stillroom: commands.Command, world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = [json.loads(stillroom(*words(world, "--quick", name, "T4", "--json"))[1]) for name in ("--gpu", "--card")]
+    assert plans[0]["plan"] == plans[1]["plan"] and plans[0]["bound"] == int(14.56 * 2**30)
+    assert plans[0]["disk_short_by"] == 0 < plans[0]["disk_free"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=1_000, total=10**9))
+    needed = sum(plans[0]["plan"]["disk"].values())
+    short = json.loads(stillroom(*words(world, "--quick", "--gpu", "T4", "--json"))[1])
+    assert short["disk_short_by"] == needed - 1_000
+    assert "checkpoint.keep=1" in stillroom(*words(world, "--quick", "--gpu", "T4"))[1]
 
 
 def test_a_probe_measures_a_step_here(stillroom: commands.Command, world: Path) -> None:

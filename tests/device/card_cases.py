@@ -105,6 +105,7 @@ CASES: dict[str, Case] = {
     "offload without pinning": Case({"teacher.placement": "offload"}, copies_from=_OFFLOAD, mutant="no pinning"),
     "stream without pinning": Case({"teacher.placement": "stream"}, copies_from=_OFFLOAD, mutant="no pinning"),
     "peaks": Case(act="peaks"),
+    "bench": Case(act="bench"),
     "mutant item": Case(mutant="item"),
     "mutant copy": Case(mutant="copy"),
     "mutant wrong device": Case(mutant="wrong device"),

@@ -74,6 +74,7 @@ def install(capability: tuple[int, int], memory: int = 16 * 10**9) -> None:
         setattr(cuda, function, lambda *_args, _answer=answer, **_options: _answer)
     cuda.memory_allocated = lambda _device=None: ledger.live
     cuda.memory_reserved = lambda _device=None: ledger.live
+    cuda.max_memory_reserved = lambda _device=None: ledger.peak
     cuda.max_memory_allocated = lambda _device=None: ledger.peak
     cuda.reset_peak_memory_stats = reset_peak
     cuda.mem_get_info = lambda _device=None: (memory - ledger.live, memory)

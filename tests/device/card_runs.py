@@ -103,6 +103,59 @@ def _peaks(case: Case, config: Any, world: Path, folder: Path, device: str, watc
     return {"peaks": found}
 
 
+def _bench(case: Case, config: Any, world: Path, folder: Path, device: str, watch: Watch) -> dict[str, Any]:
+    """The parts of `stillroom bench` with the model's seconds in the place of measured ones."""
+    from dataclasses import replace
+    from types import SimpleNamespace
+    from unittest import mock
+
+    import torch
+
+    from stillroom.bench import parts, run
+    from stillroom.bench.predictions import predictions
+    from stillroom.models.random import LlamaShape
+    from stillroom.precision.gpus import find_gpu, seconds_of
+
+    gpu, known = find_gpu("T4"), predictions()
+    shape = LlamaShape(1, 32, 64, 2, 1, 128)
+    small = parts.Size(shape, shape, rows=2, length=16, chunk=16)
+    found = {}
+    for said, rates in (("peak", gpu.peak), ("sustained", gpu.sustained)):
+
+        class Modelled(parts.Clock):
+            def time(self, name: str, work: Any, kernels: Any = (), rates: Any = rates) -> float:
+                work()
+                if name in known:
+                    return float(known[name].at(rates) or 0.0)
+                # Small operands would take as long as their launch: rates are asked for, not times.
+                bare = rates if name == "launches" else replace(rates, launch=0.0, host=0.0)
+                return seconds_of(kernels, bare) if kernels else 1.0
+
+            def now(self) -> Any:
+                return 0.0
+
+            def between(self, name: str, begin: Any, end: Any, rates: Any = rates) -> float:
+                whole = float(known[name].at(rates) or 0.0) if name in known else 1.0
+                return whole / _SPANS.get(name.rpartition("/")[2], 1)
+
+        clock = Modelled(torch.device(device))
+        named = SimpleNamespace(name="triton", reason="")
+        with (
+            mock.patch.object(parts, "size_for", return_value=small),
+            mock.patch.object(parts, "choose_kernel", return_value=named),
+            mock.patch.object(parts, "gpu_state", return_value={}),
+        ):
+            result: dict[str, Any] = {"facts": {"device": "Tesla T4"}}
+            for name in ("constants", "kernels", "step"):
+                result[name] = parts.PARTS[name](torch.device(device), clock)
+        found[said] = run.verdict(result)
+        found[said]["step"] = result["step"]["rows"]
+    return found
+
+
+_SPANS = {"optimizer": 2}  # a step calls the optimizer twice: for the norm, and to update
+
+
 def _beside(case: Case, config: Any, world: Path, folder: Path, device: str, watch: Watch) -> dict[str, Any]:
     """The same run on the card and on the CPU."""
     from stillroom.training.distill import distill
@@ -147,6 +200,7 @@ _ACTS: dict[str, Callable[..., dict[str, Any]]] = {
     "evaluate": _evaluate,
     "generate": _generate,
     "peaks": _peaks,
+    "bench": _bench,
     "beside": _beside,
     "from cpu": _from_cpu,
     "to cpu": _to_cpu,

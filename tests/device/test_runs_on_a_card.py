@@ -242,6 +242,20 @@ def test_the_first_loss_scale_looks_at_every_device(on_cuda: Ask) -> None:
     assert on_cuda(["peaks"])["peaks"]["peaks"] == ["5.0", "7.0", "nan"]
 
 
+def test_a_gpu_that_behaves_as_modelled_gets_a_verdict_of_one(on_cuda: Ask) -> None:
+    found = on_cuda(["bench"])["bench"]
+    assert "error" not in found, found
+    for said in ("peak", "sustained"):
+        times = {one["name"]: one for one in found[said]["judged"] if not one["name"].startswith("memory/")}
+        assert {"head/forward_kl/triton", "head/jsd/triton"} <= set(times)
+        for phase in ("teacher", "student forward", "head", "student backward", "optimizer"):
+            assert f"step/triton rows, eager bodies/{phase}" in times
+        for one in times.values():
+            assert one["at_measured"] == pytest.approx(1.0, rel=5e-3) and one["is_inside"], one
+        ratios = [one["at_published"] for one in times.values()]
+        assert ratios == pytest.approx([1.0] * len(ratios)) if said == "peak" else min(ratios) > 1.2
+
+
 def test_packed_rows_have_one_mask_for_all_heads_that_starts_at_whole_rows(on_cuda: Ask) -> None:
     """Below sm_80 the memory-efficient kernel serves: it takes a mask, whose rows it wants aligned, and no groups."""
     answers = on_cuda(["packed", "packed shared heads"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -15,6 +17,7 @@ from stillroom.parallel import Parallel
 from stillroom.precision import AdamW, ParameterGroup, resolve
 from stillroom.precision.policy import POLICIES
 from stillroom.telemetry import EventLog, SilentLog, read_events
+from stillroom.training import memory
 from stillroom.training.checkpoint import CheckpointSnapshots, CheckpointStore, SnapshotRing
 from stillroom.training.memory import make_saves, make_snapshots, state_copies
 
@@ -89,3 +92,15 @@ def test_what_is_kept_in_fp32_in_every_mode_is_counted_so(mode: str) -> None:
     held = config.guard.snapshot_ring * (4 * matrix.numel() + state) + 4 * matrix.numel()
     assert matrix.dtype == torch.float32
     assert state_copies(config, mode, optimizer).kept == pytest.approx(held, rel=1e-3)
+
+
+def test_a_disk_too_small_for_the_checkpoints_is_said_when_the_run_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = memory.Copies(snapshots=0, best=1_000, to_save=3_000)
+    config = load_config(overrides={"checkpoint.keep": 2})
+    for free, is_short in ((12_000, False), (11_999, True)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _path, free=free: SimpleNamespace(free=free))
+        assert bool(memory.disk_note(config, copies, tmp_path)) is is_short, "keep + 1 of them"
+    (tmp_path / "old.safetensors").write_bytes(b"x")
+    assert not memory.disk_note(config, copies, tmp_path), "an old checkpoint makes room for a new one"

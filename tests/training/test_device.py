@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import pytest
@@ -109,3 +110,14 @@ def test_a_run_on_a_card_asks_for_a_fixed_order_and_leaves_torch_as_it_was(monke
     with deterministic(torch.device("cuda")):
         assert state()[2] == ":16:8", "the user's"
     assert state()[2] == ":16:8"
+
+
+def test_partial_products_are_added_in_fp32_on_a_gpu_and_the_setting_is_restored() -> None:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_fp16_reduced_precision_reduction
+    with contextlib.suppress(RuntimeError), device.wide_sums(torch.device("cuda")):
+        assert matmul.allow_fp16_reduced_precision_reduction is False
+        raise RuntimeError("a step that fails")
+    assert matmul.allow_fp16_reduced_precision_reduction == before
+    with device.wide_sums(torch.device("cpu")):
+        assert matmul.allow_fp16_reduced_precision_reduction == before

@@ -283,8 +283,9 @@ def plan(
         str | None,
         typer.Option(metavar="SIZE", help="memory to plan for, e.g. 16GB; without it what is free on this machine"),
     ] = None,
-    card: Annotated[
-        str | None, typer.Option(metavar="GPU", help="GPU to plan for: T4, V100, P100, L4, A100 or H100")
+    gpu: Annotated[
+        str | None,
+        typer.Option("--gpu", "--card", metavar="GPU", help="GPU to plan for: T4, V100, P100, L4, A100 or H100"),
     ] = None,
     processes: Annotated[
         int, typer.Option(min=1, metavar="N", help="processes that share the run; memory is that of one")
@@ -318,10 +319,10 @@ def plan(
     bound = parse_bytes(device_memory) if device_memory is not None else None
     loaded = load_or_demo(config, preset, set_, teacher=teacher, student=student, data=data, eval_data=eval_data)
     train = loaded.config.train
-    gpu = find_gpu(card) if card is not None else None
-    target = with_processes(find_target(device, bound, gpu), processes, strategy or train.strategy, train.shard_size)
+    known = find_gpu(gpu) if gpu is not None else None
+    target = with_processes(find_target(device, bound, known), processes, strategy or train.strategy, train.shard_size)
     tell = partial(_say_subject, is_quiet=as_json)
-    made = make_plan(loaded.config, target, gpu=gpu, is_quick=quick, probes=probe, tell=tell)
+    made = make_plan(loaded.config, target, gpu=known, is_quick=quick, probes=probe, tell=tell)
     if as_json:
         print_json(made.to_dict())
     else:

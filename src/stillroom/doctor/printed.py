@@ -159,9 +159,14 @@ def _cost(cost: Mapping[str, Any]) -> list[str]:
         spent = f", {writing:.3g} s of a step" if writing is not None else ""
         lines += wrapped("rollouts   ", f"the student writes {cost['answers_per_step']:.3g} answers a step{spent}")
     if cost["seconds_per_step"] is None:
-        return [*lines, "time       not known: --probe measures a step here, --card T4 models one"]
+        return [*lines, "time       not known: --probe measures a step here, --gpu T4 models one"]
     whole = f", {_duration(cost['seconds'])} in all" if cost["seconds"] is not None else ""
-    return lines + wrapped("time       ", f"{cost['seconds_per_step']:.3g} s a step{whole} ({cost['seconds_from']})")
+    lines += wrapped("time       ", f"{cost['seconds_per_step']:.3g} s a step{whole} ({cost['seconds_from']})")
+    if cost["seconds_per_step_compiled"] is not None:
+        compiled, peak = cost["seconds_per_step_compiled"], cost["seconds_per_step_at_peak"]
+        text = f"{compiled:.3g} s a step with train.compile = 'both'; {peak:.3g} s without it at the data sheet's peaks"
+        lines += wrapped("           ", text)
+    return lines
 
 
 def _duration(seconds: float) -> str:

@@ -37,7 +37,7 @@ class Rates:
 class Kernels(NamedTuple):
     """So many kernels that are alike."""
 
-    count: int
+    number: int
     flops: float
     dtype: Literal["half", "fp32"]  # of the operands of a product
     num_bytes: float
@@ -46,13 +46,13 @@ class Kernels(NamedTuple):
     def seconds(self, rates: Rates) -> float:
         """The longer of arithmetic and memory: in a product they overlap."""
         computed = self.flops / (rates.half if self.dtype == "half" else rates.fp32)
-        return self.count * max(computed, self.num_bytes / rates.bandwidth, rates.launch * self.launches)
+        return self.number * max(computed, self.num_bytes / rates.bandwidth, rates.launch * self.launches)
 
 
 def seconds_of(kernels: Iterable[Kernels], rates: Rates) -> float:
     """The GPU works as long as its kernels, or waits for the host that issues them."""
     listed = list(kernels)
-    return max(sum(one.seconds(rates) for one in listed), rates.host * sum(one.count * one.launches for one in listed))
+    return max(sum(one.seconds(rates) for one in listed), rates.host * sum(one.number * one.launches for one in listed))
 
 
 @dataclass(frozen=True)

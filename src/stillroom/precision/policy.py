@@ -367,8 +367,9 @@ _WHY_ASKED = {
 
 
 def needs_fp32_weights(config: Config) -> bool:
-    """Whether FP16 weights would be refused: an adapter's base may have its own dtype, sar-meta takes smaller steps."""
-    return config.student.adapter is not None or config.teacher.router.mode == "sar-meta"
+    """Whether FP16 weights would be refused: blocks are rounded from FP32, an adapter has FP32 parts, sar-meta takes small steps."""
+    student = config.student
+    return student.adapter is not None or bool(student.quantise) or config.teacher.router.mode == "sar-meta"
 
 
 def choose(

@@ -71,3 +71,13 @@ def test_free_memory_is_asked_once_until_it_is_forgotten(monkeypatch: pytest.Mon
         assert choose_chunk(512, hidden, 49_152) == 512 and len(asked) == 2, "an asked chunk is taken unasked"
     finally:
         rows.forget_free_memory()
+
+
+def test_what_torch_has_reserved_and_does_not_use_is_free_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (1 * GB, 16 * GB))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: 3 * GB)
+    for reserved, expected in ((3 * GB, 1 * GB), (7 * GB, 5 * GB)):
+        rows.forget_free_memory()
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device, reserved=reserved: reserved)
+        assert rows._free_bytes(torch.device("cuda:0"), 49_152) == expected
+    rows.forget_free_memory()

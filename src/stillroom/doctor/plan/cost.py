@@ -7,11 +7,12 @@ Two operations for each weight that a token is multiplied with, twice that again
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
+from stillroom.bench.predictions import body_bytes
 from stillroom.config import Config
 from stillroom.config.schema import ends
-from stillroom.precision.gpus import Gpu
+from stillroom.precision.gpus import Gpu, Kernels, seconds_of
 from stillroom.training.memory import Layout, cache_bytes
 from stillroom.training.trace import Sizes
 
@@ -29,6 +30,8 @@ class Cost:
     cache_bytes_per_token: float
     answers_per_step: float = 0.0  # rollouts that are written for a step, once their share is reached
     writing_seconds_per_step: float | None = None  # part of seconds_per_step
+    seconds_per_step_compiled: float | None = None  # of a modelled GPU: with the bodies of both models compiled
+    seconds_per_step_at_peak: float | None = None  # the same as seconds_per_step by the data sheet
 
     @property
     def ratio(self) -> float:
@@ -88,11 +91,17 @@ def cost_of(
     backward = 1.0 if config.student.adapter is not None else 2.0  # frozen weights have no gradient
     student *= 1.0 + backward + config.student.gradient_checkpointing
     teaching = forward_flops(teacher, length) if teacher is not None else 0.0
+    asked = 0.0 if config.teacher.cache else teaching
     seconds, source = measured, "one real step, measured on this machine" if measured is not None else ""
+    compiled = at_peak = None
     if measured is None and gpu is not None:
-        asked = 0.0 if config.teacher.cache else teaching
-        seconds = per_step * (asked + student) / gpu.flops(layout.mode)
-        source = f"a model: all products at the published peak of a {gpu.name}; real steps take longer"
+        live = teacher if not config.teacher.cache else None
+        work = {
+            form: step_kernels(config, layout, live, per_step, (asked, student), form) for form in ("eager", "compiled")
+        }
+        seconds, compiled = (seconds_of(work[form], gpu.sustained) for form in ("eager", "compiled"))
+        at_peak = seconds_of(work["eager"], gpu.peak)
+        source = f"a model of a {gpu.name} at rates it sustains; no GPU was measured"
     answers, writing = 0.0, None
     if config.rollouts is not None:
         rollouts = config.rollouts
@@ -101,8 +110,8 @@ def cost_of(
         if measured_answer is not None:
             writing = answers * measured_answer
         elif measured is None and gpu is not None:
-            writing = answers * rollouts.most_new_tokens * forward_flops(layout.sizes, length) / gpu.flops(layout.mode)
-            source += ", and writing, which reads all weights for each token, many times longer"
+            writing = seconds_of(writing_kernels(config, layout, answers, length), gpu.sustained)
+            source += ", which reads all weights for each token that a batch of answers writes"
         seconds = seconds + writing if seconds is not None and writing is not None else seconds
     return Cost(
         steps=steps,
@@ -116,4 +125,48 @@ def cost_of(
         cache_bytes_per_token=cache_bytes(config),
         answers_per_step=answers,
         writing_seconds_per_step=writing,
+        seconds_per_step_compiled=compiled,
+        seconds_per_step_at_peak=at_peak,
     )
+
+
+# Bytes that the row kernel reads and writes for each element of a chunk of logits. In two passes over the student's
+# logits alone, stored answers move as many.
+_ROW_BYTES, _UPDATE_BYTES = 10.0, 32.0
+_LAUNCHES = {"eager": 80, "compiled": 35}  # of a layer, forward and backward
+
+
+def step_kernels(
+    config: Config, layout: Layout, teacher: Sizes | None, tokens: int, flops: tuple[float, float], form: str
+) -> list[Kernels]:
+    """What a step asks of a GPU: products, what the layers move besides them, rows of the head, and the update.
+
+    What layers move was recorded for Llama layers whose feed-forward has 2.7 widths (`bench/predictions.json`).
+    """
+    student = layout.sizes
+    dtype: Literal["half", "fp32"] = "fp32" if layout.mode == "fp32" else "half"
+    wide = 2.0 if layout.mode == "fp32" else 1.0
+    moved = tokens * student.layers * student.width * wide
+    bodies = moved * (body_bytes(form, "student forward") + body_bytes(form, "student backward"))
+    launches = student.layers * _LAUNCHES[form]
+    if teacher is not None:
+        bodies += tokens * teacher.layers * teacher.width * body_bytes(form, "teacher")
+        launches += teacher.layers * _LAUNCHES[form] // 3
+    micro_batches = config.train.gradient_accumulation_steps
+    return [
+        Kernels(1, tokens * sum(flops), dtype, 0.0),
+        Kernels(1, 0.0, "half", bodies, launches * micro_batches),
+        Kernels(1, 0.0, "half", _ROW_BYTES * tokens * student.vocabulary),
+        Kernels(1, 0.0, "half", _UPDATE_BYTES * student.num_trained),
+    ]
+
+
+def writing_kernels(config: Config, layout: Layout, answers: float, length: float) -> list[Kernels]:
+    """What writing the answers of a step asks of a GPU: each token of a batch of answers reads every weight once."""
+    assert config.rollouts is not None
+    dtype: Literal["half", "fp32"] = "fp32" if layout.mode == "fp32" else "half"
+    tokens = config.rollouts.most_new_tokens
+    passes = tokens * max(1.0, answers / config.rollouts.batch_size) if answers else 0.0
+    weights = (4.0 if layout.mode == "fp32" else 2.0) * layout.sizes.num_parameters
+    flops = answers * tokens * forward_flops(layout.sizes, length)
+    return [Kernels(1, flops, dtype, passes * weights, int(passes * layout.sizes.layers * _LAUNCHES["eager"] // 3))]

@@ -89,7 +89,7 @@ def find_target(device: str = "auto", device_memory: int | None = None, gpu: Gpu
         return Target(torch.device("cuda"), gpu.facts, device_memory or gpu.memory_bytes, main)
     if device == "auto" and device_memory is not None and not torch.cuda.is_available():
         facts = DeviceFacts("cuda", "a GPU", True, device_memory)
-        note = "planned for a GPU with native bf16; --card T4 plans for one without, --device cpu for this CPU"
+        note = "planned for a GPU with native bf16; --gpu T4 plans for one that has none, --device cpu for this CPU"
         return Target(torch.device("cuda"), facts, device_memory, main, notes=(note,))
     here = free_here(find_device(device))
     return replace(here, bound=device_memory or here.bound)
