@@ -318,6 +318,16 @@ class CheckpointStore:
         except _DAMAGE as error:
             raise self.unusable_mark(reason_of(error)) from error
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no checkpoint, not even one that a rollback abandoned."""
+        return not self._named()
+
+    def forget_mark(self) -> None:
+        """For a run that begins again, before its first checkpoint."""
+        (self.folder / _MARK).unlink(missing_ok=True)
+        flush_folder(self.folder)
+
     def unusable_mark(self, reason: str) -> CheckpointUnusable:
         return CheckpointUnusable(
             f"the note of a rollback cannot be read: {reason}",

@@ -52,7 +52,7 @@ def newest_checkpoint(folder: Path, config: Config) -> Saved | None:
 def newest_state(folder: Path, config: Config, parallel: Parallel) -> tuple[Saved | None, Mark | None]:
     """The newest checkpoint that verifies, and the mark of a rollback after it, if any.
 
-    Remove the files of an interrupted save first.
+    Remove the files of an interrupted save first. A run without a checkpoint begins again: its mark is forgotten too.
     """
     store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
     if parallel.is_first:
@@ -60,6 +60,11 @@ def newest_state(folder: Path, config: Config, parallel: Parallel) -> tuple[Save
         store.sweep()
     parallel.wait()
     saved, mark = store.load_newest(why_unusable), store.mark()
+    if mark is not None and store.is_empty:
+        parallel.wait()  # until all have read it
+        if parallel.is_first:
+            store.forget_mark()
+        return None, None
     if mark is None or (saved is not None and saved.line >= mark.line):
         return saved, None
     if reason := why_unusable_mark(mark):
