@@ -111,7 +111,7 @@ def as_safetensors(named: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 class DiskCopies:
