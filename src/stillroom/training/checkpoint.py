@@ -16,12 +16,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import mmap
 import os
 import re
 import shutil
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -122,12 +124,18 @@ class DiskCopies:
 
     def __init__(self, folder: Path, tell: Callable[[str], object]) -> None:
         self._folder, self._tell = folder, tell
+        self._maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+    def let_go(self) -> None:
+        """Drop the pages that were read: they are in the files."""
+        for one in self._maps:
+            one.madvise(mmap.MADV_DONTNEED)
 
     def copy(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies that later steps do not change; in main memory where the disk has no room."""
         try:
             return self._in_file(named)
-        except (OSError, RuntimeError) as error:  # the latter where torch cannot map the file
+        except OSError as error:
             self._tell(f"a copy of the state is kept in memory, because the disk takes none: {reason_of(error)}")
             return {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}
 
@@ -140,7 +148,9 @@ class DiskCopies:
                 file.write(_bytes_of(tensor))
             file.write(bytes(_ALIGNED))  # a file of no bytes cannot be mapped
             file.flush()
-            held = torch.from_file(file.name, shared=False, size=file.tell(), dtype=torch.uint8)
+            mapped = mmap.mmap(file.fileno(), file.tell(), access=mmap.ACCESS_COPY)
+        self._maps.add(mapped)
+        held = torch.frombuffer(mapped, dtype=torch.uint8)
         return {name: _viewed(held, place, named[name]) for name, place in places.items()}
 
 

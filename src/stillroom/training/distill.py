@@ -31,7 +31,7 @@ from stillroom.training.checkpoint import CheckpointStore, Mark, Saved
 from stillroom.training.evaluate import Evaluation, summary_row
 from stillroom.training.finish import FINISHED, Result, finish, result_or_error
 from stillroom.training.loop import Adviser, Stop, judge_student, run_evaluation, training
-from stillroom.training.memory import evaluate_held_out, find_micro_batch
+from stillroom.training.memory import evaluate_held_out, find_micro_batch, return_unused_memory
 from stillroom.training.models import Models, load_models, student_name, unused_strategy
 from stillroom.training.preflight import InputCheck, doubts, find_loss_scale, first_forward
 from stillroom.training.recover import state_to_return_to
@@ -361,6 +361,7 @@ def _train(
         restore_history(run, state, mark)
         run.log.write("note", text=f"the rollback to step {mark.to} was cut short: its budgets are kept")
     run.checkpoints.line = state.rollbacks
+    return_unused_memory()
     if mark is not None and saved is not None:
         save_checkpoint(run, state, is_awaited=True)
     for _outcome in training(run, state, stop):
