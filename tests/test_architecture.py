@@ -224,3 +224,20 @@ def test_a_module_may_have_another_layer_than_its_package() -> None:
     """Training asks the rules, and what examines a set-up is built of the parts of training."""
     assert layer_of(("doctor", "rules")) == "doctor" and layer_of(("doctor", "examine", "look")) == "doctor.examine"
     assert LEVEL["doctor"] < LEVEL["training"] < LEVEL["doctor.examine"]
+
+
+@pytest.mark.parametrize("word", ["--help", "presets"])
+def test_commands_that_only_print_load_no_library_of_numbers(word: str) -> None:
+    """Importing is what a short command spends its time on."""
+    heavy = ("torch", "transformers", "numpy", "safetensors", "tokenizers", "datasets", "pyarrow", "jinja2")
+    code = f"""
+import sys
+from stillroom.cli import main
+try:
+    main([{word!r}])
+except SystemExit:
+    pass
+sys.exit(", ".join(name for name in {heavy} if name in sys.modules) or None)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.stderr == "" and done.returncode == 0

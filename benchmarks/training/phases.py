@@ -3,9 +3,9 @@
     python benchmarks/training/phases.py MODEL --tree before=OLD/src --tree after=src
 
 MODEL is a model of 135M parameters (SmolLM2-135M, a folder or a GGUF file). The student is its half: 15 of the 30
-layers, chosen by influence. A step reads 4 rows of 256 tokens, an evaluation 4 such batches. `--random` adds the pair
-360M -> 135M with random weights of these shapes, `--budgeted` the same run without `eval.max_batches`, `--dry-run` the
-dry run of it. Every run is a process of one thread; CPU seconds are those of the whole process, each second counts for
+layers, chosen by influence. A step reads 4 rows of 256 tokens. Kinds of runs: `fixed` evaluates 4 such batches each
+time, `budgeted` leaves them to the run's own budget, `dry run` is the dry run of it, `random` the pair 360M -> 135M with
+random weights of these shapes. Every run is a process of one thread; CPU seconds are those of the whole process, each second counts for
 the innermost phase that is running. Writes results/phases.json.
 """
 
@@ -171,7 +171,6 @@ def main() -> None:
     parser.add_argument("--tree", action="append", required=True, help="NAME=SRC, the source tree to measure")
     parser.add_argument("--kind", action="append", choices=["fixed", "budgeted", "random", "dry run"])
     wants = parser.parse_args()
-    found = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
     with tempfile.TemporaryDirectory() as scratch:
         if "random" in (wants.kind or []):
             write_random(wants.model, Path(scratch))
@@ -180,9 +179,15 @@ def main() -> None:
                 name, _, source = tree.partition("=")
                 row = measured(source, settings(wants.model, Path(scratch), kind), Path(scratch) / f"{kind}-{name}")
                 row["date"] = datetime.date.today().isoformat()
-                found.setdefault(kind, {})[name] = row
                 print(kind, name, json.dumps(row), flush=True)
-    found["machine"] = f"{platform.machine()}, {os.cpu_count()} cores, one thread"
+                keep(kind, name, row)
+
+
+def keep(kind: str, name: str, row: dict[str, Any]) -> None:
+    """Write a row into the result file, next to those of other runs of this script."""
+    found = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
+    found.setdefault(kind, {})[name] = row
+    found["machine"] = f"{platform.machine()}, {os.cpu_count()} cores, one thread, other programs running"
     RESULT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

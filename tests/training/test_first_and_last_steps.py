@@ -269,3 +269,27 @@ def test_a_fault_that_cannot_strike_is_told(world: Path, tmp_path: Path) -> None
     notes = [event["text"] for event in events(result.folder, "note")]
     assert sum("will not strike" in text and "steps 1 to 2" in text for text in notes) == 2
     assert result.summary["success_rate"] == 1.0
+
+
+# -- before the first checkpoint -------------------------------------------------------------------------
+
+
+def test_nothing_is_saved_before_there_is_something_to_lose(tmp_path: Path, shared_run: Any) -> None:
+    saved = [event["step"] for event in events(shared_run(train__max_steps=8).folder, "checkpoint")]
+    assert saved and min(saved) > 0
+
+
+@pytest.mark.parametrize("inject", ["kill@4", "nan_weight@2,kill_after_mark@2"])
+def test_a_run_killed_before_its_first_checkpoint_begins_again_and_ends_the_same(
+    inject: str, world: Path, tmp_path: Path, shared_run: Any
+) -> None:
+    """After a rollback too, whose mark is then the only thing on the disk that tells of it."""
+    over = {"train__max_steps": 6, "train__eval_steps": 3, "train__save_steps": 6}
+    config = load_config(overrides=tiny.settings(world, **over))
+    assert tiny.in_child(lambda: distill(config, tmp_path / "run", device="cpu", inject=inject)) == -signal.SIGKILL
+    assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
+    result, whole = resume(tmp_path / "run", device="cpu"), shared_run(**over)
+    for name in ("perplexity", "kl"):
+        assert result.summary["student"][name] == whole.summary["student"][name]
+    assert [event["step"] for event in events(result.folder, "step")] == [1, 2, 3, 4, 5, 6]
+    assert len(events(result.folder, "teacher_eval")) == 1

@@ -9,10 +9,12 @@ model's own logits, does maskless attention give the same outputs? Nothing is co
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,10 +34,11 @@ from transformers.utils import logging
 
 from stillroom.config.schema import ModelSection, ShrinkConfig, StudentConfig, TeacherConfig
 from stillroom.core.errors import BrokenAtStart, foreign_errors
-from stillroom.core.files import is_in_store
+from stillroom.core.files import Stored, is_in_store, reason_of, write_atomically
 from stillroom.core.machine import main_memory
 from stillroom.core.remote import here
 from stillroom.core.types import HeadWeights
+from stillroom.losses.head.kernel import choose_folder
 from stillroom.models.anatomy import Anatomy, anatomy_of, backbone, head_error, head_of, in_eval_mode
 from stillroom.models.compile import CompiledBody
 from stillroom.models.files import (
@@ -51,11 +54,14 @@ from stillroom.models.files import (
     one_line,
     read_json,
     runs_code,
+    student_identity,
+    teacher_identity,
 )
 from stillroom.models.gguf import gguf_config, gguf_network, gguf_tokenizer, packed_network, read_header
 from stillroom.models.shrink.width import config_of_layers
+from stillroom.models.student import NAME as CAUSAL_ATTENTION
 from stillroom.models.student import Student, attend_causally
-from stillroom.models.vocabulary import check_rows
+from stillroom.models.vocabulary import check_rows, vocabulary_hash
 
 # Masks, positions and rotary tables that older versions of transformers saved with the weights; the model computes
 # them. `attn.bias` is a mask: real biases of an attention carry the names of its projections.
@@ -90,7 +96,8 @@ def open_teacher(section: TeacherConfig, dtype: torch.dtype, tokenizer: Any = No
     """Load a model for inference, with its tokenizer, and test it."""
     tokenizer = tokenizer or load_tokenizer(section, section.model)
     network, notes = load_teacher(section, dtype)
-    return try_model(network, tokenizer, name=section.model, role="teacher", notes=notes)
+    memory = TrialMemory(lambda: {**teacher_identity(section, dtype), "role": "teacher"}, section)
+    return try_model(network, tokenizer, name=section.model, role="teacher", notes=notes, memory=memory)
 
 
 def open_student(
@@ -103,7 +110,9 @@ def open_student(
     """Load the student and test it. `change` is made before the test, and returns notes."""
     network, notes = load_student(section, seed=seed)
     notes += change(network)
-    return try_model(network, tokenizer, name=section.model, role="student", notes=notes)
+    is_as_filed = section.init != "random" and section.vocabulary == "own"
+    memory = TrialMemory(lambda: {**student_identity(section), "role": "student"}, section) if is_as_filed else None
+    return try_model(network, tokenizer, name=section.model, role="student", notes=notes, memory=memory)
 
 
 def load_tokenizer(section: ModelSection, name: str) -> Any:
@@ -300,17 +309,87 @@ def tied_layers(network: Any) -> list[str]:
 _LENGTH = 24
 _SEED = 20_240
 _FREE_SHARE = 0.5
+_REMEMBERED = 20_000_000  # parameters
+_TRIAL_VERSION = 1  # of what a trial tests
 # In standard deviations of the logits. FP32 outputs differ by the order of summation, half precision by rounding too.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _HALF_TOLERANCE = 0.05
 
 
-def try_model(network: Any, tokenizer: Any, *, name: str, role: str, notes: Sequence[str] = ()) -> LoadedModel:
-    """Test a network on a few tokens; raise if it cannot be used.
+class _Trial(Stored):
+    """What a trial found."""
+
+    is_described: bool
+    attends_causally: bool
+    notes: list[str]
+
+
+class TrialMemory:
+    """The result of a trial in the user's cache, by the contents of the model's files and the versions that matter.
+
+    `identity` hashes the files. A model of fewer than `_REMEMBERED` parameters is tried faster than it is looked up.
+    One that brings its own code is tried at every start.
+    """
+
+    def __init__(self, identity: Callable[[], dict[str, Any]], section: ModelSection) -> None:
+        self._identity, self._runs_code = identity, section.trust_remote_code
+        self._path: Path | None = None
+
+    def recall(self, network: Any, tokenizer: Any, notes: list[str]) -> _Trial | None:
+        """The result of an earlier trial; None where there is none, or none that can be read, which is noted."""
+        if self._runs_code or sum(weight.numel() for weight in network.parameters()) < _REMEMBERED:
+            return None
+        key = {
+            **self._identity(),
+            "tokens": vocabulary_hash(tokenizer),
+            "dtype": str(network.get_output_embeddings().weight.dtype),
+            "versions": [torch.__version__, transformers.__version__, _TRIAL_VERSION],
+        }
+        try:
+            folder = choose_folder()[0]
+        except OSError:
+            return None
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode("utf-8")).hexdigest()
+        self._path = folder / f"trial-{digest[:32]}.json"
+        try:
+            return _Trial.of(json.loads(self._path.read_bytes()))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError) as error:
+            notes.append(
+                f"what is kept of an earlier trial cannot be read ({reason_of(error)}): the model is tried again"
+            )
+            return None
+
+    def keep(self, trial: _Trial) -> None:
+        if self._path is not None:
+            with suppress(OSError):  # it is tried again at the next start
+                write_atomically(self._path, trial.model_dump_json().encode("utf-8"))
+
+
+def try_model(
+    network: Any,
+    tokenizer: Any,
+    *,
+    name: str,
+    role: str,
+    notes: Sequence[str] = (),
+    memory: TrialMemory | None = None,
+) -> LoadedModel:
+    """Test a network on a few tokens; raise if it cannot be used. With `memory`, not if it was tested before.
 
     The random state, the weights and the mode of the network are restored.
     """
     all_notes = [*notes]
+    known = memory.recall(network, tokenizer, all_notes) if memory is not None else None
+    if known is not None:
+        with explained(name, "network"):
+            anatomy = anatomy_of(network)
+            check_rows(tokenizer, anatomy.vocab_rows, int(network.get_input_embeddings().weight.shape[0]), name)
+            if known.attends_causally:
+                attend_causally(network)
+        return LoadedModel(network, tokenizer, anatomy, known.is_described, (*notes, *known.notes))
+    num_before = len(all_notes)
     with (
         explained(name, "network"),
         torch.random.fork_rng(devices=[]),
@@ -334,6 +413,10 @@ def try_model(network: Any, tokenizer: Any, *, name: str, role: str, notes: Sequ
             f"the {role}'s head is not one we can describe (logits differ by {error:.2g} of their spread): "
             "its own logits are used, which keeps a [tokens, vocabulary] tensor"
         )
+    if memory is not None:
+        is_causal = network.config.get_text_config()._attn_implementation == CAUSAL_ATTENTION
+        found = all_notes[num_before:]
+        memory.keep(_Trial(is_described=is_described, attends_causally=is_causal, notes=found))
     return LoadedModel(network, tokenizer, anatomy, is_described, tuple(all_notes))
 
 

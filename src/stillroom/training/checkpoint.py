@@ -16,12 +16,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import mmap
 import os
 import re
 import shutil
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -111,7 +113,7 @@ def as_safetensors(named: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 class DiskCopies:
@@ -122,12 +124,18 @@ class DiskCopies:
 
     def __init__(self, folder: Path, tell: Callable[[str], object]) -> None:
         self._folder, self._tell = folder, tell
+        self._maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+    def let_go(self) -> None:
+        """Drop the pages that were read: they are in the files."""
+        for one in self._maps:
+            one.madvise(mmap.MADV_DONTNEED)
 
     def copy(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies that later steps do not change; in main memory where the disk has no room."""
         try:
             return self._in_file(named)
-        except (OSError, RuntimeError) as error:  # the latter where torch cannot map the file
+        except OSError as error:
             self._tell(f"a copy of the state is kept in memory, because the disk takes none: {reason_of(error)}")
             return {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}
 
@@ -140,7 +148,9 @@ class DiskCopies:
                 file.write(_bytes_of(tensor))
             file.write(bytes(_ALIGNED))  # a file of no bytes cannot be mapped
             file.flush()
-            held = torch.from_file(file.name, shared=False, size=file.tell(), dtype=torch.uint8)
+            mapped = mmap.mmap(file.fileno(), file.tell(), access=mmap.ACCESS_COPY)
+        self._maps.add(mapped)
+        held = torch.frombuffer(mapped, dtype=torch.uint8)
         return {name: _viewed(held, place, named[name]) for name, place in places.items()}
 
 
@@ -317,6 +327,16 @@ class CheckpointStore:
             return None
         except _DAMAGE as error:
             raise self.unusable_mark(reason_of(error)) from error
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no checkpoint, not even one that a rollback abandoned."""
+        return not self._named()
+
+    def forget_mark(self) -> None:
+        """For a run that begins again, before its first checkpoint."""
+        (self.folder / _MARK).unlink(missing_ok=True)
+        flush_folder(self.folder)
 
     def unusable_mark(self, reason: str) -> CheckpointUnusable:
         return CheckpointUnusable(

@@ -34,7 +34,7 @@ from stillroom.training.checkpoint import CheckpointStore, Mark, Saved
 from stillroom.training.evaluate import Evaluation, summary_row
 from stillroom.training.finish import FINISHED, Result, finish, result_or_error
 from stillroom.training.loop import Adviser, Stop, judge_student, run_evaluation, training
-from stillroom.training.memory import evaluate_held_out, find_micro_batch
+from stillroom.training.memory import evaluate_held_out, find_micro_batch, return_unused_memory
 from stillroom.training.models import Models, load_models, student_name, unused_strategy
 from stillroom.training.preflight import InputCheck, doubts, find_loss_scale, first_forward
 from stillroom.training.recover import state_to_return_to
@@ -55,7 +55,7 @@ def newest_checkpoint(folder: Path, config: Config) -> Saved | None:
 def newest_state(folder: Path, config: Config, parallel: Parallel) -> tuple[Saved | None, Mark | None]:
     """The newest checkpoint that verifies, and the mark of a rollback after it, if any.
 
-    Remove the files of an interrupted save first.
+    Remove the files of an interrupted save first. A run without a checkpoint begins again: its mark is forgotten too.
     """
     store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
     if parallel.is_first:
@@ -63,6 +63,11 @@ def newest_state(folder: Path, config: Config, parallel: Parallel) -> tuple[Save
         store.sweep()
     parallel.wait()
     saved, mark = store.load_newest(why_unusable), store.mark()
+    if mark is not None and store.is_empty:
+        parallel.wait()  # until all have read it
+        if parallel.is_first:
+            store.forget_mark()
+        return None, None
     if mark is None or (saved is not None and saved.line >= mark.line):
         return saved, None
     if reason := why_unusable_mark(mark):
@@ -368,6 +373,7 @@ def _train(
         restore_history(run, state, mark)
         run.log.write("note", text=f"the rollback to step {mark.to} was cut short: its budgets are kept")
     run.checkpoints.line = state.rollbacks
+    return_unused_memory()
     if mark is not None and saved is not None:
         save_checkpoint(run, state, is_awaited=True)
     for _outcome in training(run, state, stop):

@@ -10,11 +10,13 @@ update. Each is a sum of parts, and the layout is the largest of them. Bytes of 
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import math
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -557,6 +559,13 @@ def _longest(run: Run) -> Batch:
     segments = torch.zeros_like(ids) if run.corpus.train.is_packed else None
     names = tuple(f"trial-{row}" for row in range(shape[0]))
     return Batch(ids, ones, ids.roll(-1, dims=1), ones, names, segments=segments)
+
+
+def return_unused_memory() -> None:
+    """Give back to the system what loading left behind: glibc keeps freed memory for as long as nobody asks."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 # ---- Where memory runs out

@@ -54,6 +54,8 @@ def save_checkpoint(run: Run, state: RunState, *, is_awaited: bool = False) -> N
     state.saved_at = moment
     if not in_background:
         settle(run, state)
+    if run.disk_copies is not None:
+        run.disk_copies.let_go()
 
 
 def _writer(run: Run, state: RunState, *, in_background: bool) -> Callable[[], Path]:

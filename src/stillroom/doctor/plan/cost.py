@@ -167,6 +167,6 @@ def writing_kernels(config: Config, layout: Layout, answers: float, length: floa
     dtype: Literal["half", "fp32"] = "fp32" if layout.mode == "fp32" else "half"
     tokens = config.rollouts.most_new_tokens
     passes = tokens * max(1.0, answers / config.rollouts.batch_size) if answers else 0.0
-    weights = (4.0 if layout.mode == "fp32" else 2.0) * layout.sizes.num_parameters
+    weights = (4.0 if layout.mode == "fp32" else 2.0) * layout.sizes.parameters
     flops = answers * tokens * forward_flops(layout.sizes, length)
     return [Kernels(1, flops, dtype, passes * weights, int(passes * layout.sizes.layers * _LAUNCHES["eager"] // 3))]
