@@ -184,20 +184,31 @@ def serve(mode: str, name: str, folder: str, size: str) -> None:
     os._exit(0)
 
 
-def bench(mode: str, size: str, rounds: int, left_out: list[str]) -> dict[str, Any]:
+def bench(mode: str, size: str, rounds: int, left_out: list[str], *, saves_memory: bool) -> dict[str, Any]:
     names = [name for name in contenders(mode) if name not in left_out]
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         make_world(Path(folder), SIZES[size])
-        workers = {name: stack.enter_context(_Worker(mode, name, folder, size)) for name in names}
-        for round_ in range(WARM + rounds):
-            for name, worker in workers.items():
-                spent = worker.step()
-                if round_ >= WARM:
-                    turns[name].append(spent)
-                print(round_, name, {part: round(value, 2) for part, value in spent.items()}, flush=True)
-    return {"mode": mode, "size": vars(SIZES[size]), "rounds": rounds, "threads": torch.get_num_threads(),
-            "turns": turns, "rows": {name: _row(mine, turns) for name, mine in turns.items()}}  # fmt: skip
+
+        def take(round_: int, name: str, worker: _Worker) -> None:
+            spent = worker.step()
+            if round_ >= WARM:
+                turns[name].append(spent)
+            print(round_, name, {part: round(value, 2) for part, value in spent.items()}, flush=True)
+
+        if saves_memory:
+            for name in names:
+                with _Worker(mode, name, folder, size) as worker:
+                    for round_ in range(WARM + rounds):
+                        take(round_, name, worker)
+        else:
+            workers = {name: stack.enter_context(_Worker(mode, name, folder, size)) for name in names}
+            for round_ in range(WARM + rounds):
+                for name, worker in workers.items():
+                    take(round_, name, worker)
+    rows = {name: _row(mine, turns) for name, mine in turns.items()}
+    how = {"mode": mode, "interleaved": not saves_memory, "rounds": rounds, "threads": torch.get_num_threads()}
+    return {**how, "size": vars(SIZES[size]), "turns": turns, "rows": rows}
 
 
 def _row(mine: list[dict[str, float]], turns: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
@@ -224,10 +235,11 @@ def main() -> None:
     asked.add_argument("--size", choices=tuple(SIZES), default="135M")
     asked.add_argument("--rounds", type=int, default=ROUNDS)
     asked.add_argument("--leave-out", action="append", default=[])
+    asked.add_argument("--save-memory", action="store_true", help="one contender after the other, not in turns")
     given = asked.parse_args()
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     busy, load = busy_processes(), os.getloadavg()[0]
-    found = bench(given.mode, given.size, given.rounds, given.leave_out)
+    found = bench(given.mode, given.size, given.rounds, given.leave_out, saves_memory=given.save_memory)
     result = {"benchmark": "training real step", "date": started, "machine": machine(), "load": load, **found}
     result["busy_around"] = sorted({*busy, *busy_processes()})
     large = "" if given.size == "135M" else f"_{given.size}"
