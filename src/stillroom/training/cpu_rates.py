@@ -76,8 +76,9 @@ def shape_of(student: Any, tokens: int) -> Shape | None:
     if not body:
         return None
     largest = max(body, key=lambda weight: weight.numel())
+    rows, columns = largest.shape
     vocabulary, width = head.weight.shape
-    return Shape(tokens, *largest.shape, vocabulary, width, sum(weight.numel() for weight in body))
+    return Shape(tokens, rows, columns, vocabulary, width, sum(weight.numel() for weight in body))
 
 
 @functools.cache
