@@ -53,8 +53,10 @@ bench: $(BENCH_STAMP)
 	$(BENCH)/bin/python benchmarks/training/bench_training.py scaling
 	$(BENCH)/bin/python benchmarks/training/bench_training.py target
 	$(BENCH)/bin/python benchmarks/training/bench_training.py target_cached
-	$(BENCH)/bin/python benchmarks/training/real_step.py
+	$(BENCH)/bin/python benchmarks/training/real_step.py fp32
+	$(BENCH)/bin/python benchmarks/training/real_step.py bf16
 	$(BENCH)/bin/python benchmarks/training/epochs.py
+	$(BENCH)/bin/python benchmarks/training/epochs.py whole bf16
 	$(BENCH)/bin/python benchmarks/training/draw.py
 
 # Waits for a machine that does nothing else.

@@ -25,7 +25,7 @@ from stillroom.precision.device import find_device
 from stillroom.teachers import Teacher
 from stillroom.telemetry import EventLog
 from stillroom.training.build import build_run
-from stillroom.training.models import load_models
+from stillroom.training.models import in_bf16, load_models
 from stillroom.training.run import Run, RunState
 from stillroom.training.step import train_step
 
@@ -75,7 +75,7 @@ class MemoryTeacher(Teacher):
     def _ask(run: Run, batch: Batch) -> TopKSignal:
         signal: Any = run.teacher.observe(batch, Needs())
         parts = [
-            keep_top_k(F.linear(rows, signal.head.weight), NUM_KEPT, torch.ones(len(rows)))
+            keep_top_k(F.linear(rows, signal.head.weight).float(), NUM_KEPT, torch.ones(len(rows)))
             for rows in signal.hidden.split(256)
         ]
         return TopKSignal(*(torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "log_probs")),
@@ -181,15 +181,21 @@ class _Turns:
             raise self._error[0]
 
 
-def trl_gkd(beta: float) -> Callable[[Path, Size], Step]:
-    """trl's GKDTrainer, off-policy; everything else as it comes (fused AdamW is its default)."""
+def trl_gkd(beta: float, *, is_bf16: bool = False) -> Callable[[Path, Size], Step]:
+    """trl's GKDTrainer, off-policy; everything else as it comes (fused AdamW is its default).
+
+    In BF16 its best setting: `bf16=True` and a teacher with BF16 weights.
+    """
 
     def prepare(folder: Path, size: Size) -> Step:
         from datasets import Dataset
         from transformers import TrainerCallback
         from trl.experimental.gkd import GKDConfig, GKDTrainer
 
-        run = make_run(folder, size)
+        run = make_run(folder, size, **{"precision.mode": "fp32"})
+        teacher = run.teacher.as_model().model
+        if is_bf16:
+            in_bf16(teacher)
         turns = _Turns()
 
         class OneByOne(TrainerCallback):  # type: ignore[misc]
@@ -206,12 +212,12 @@ def trl_gkd(beta: float) -> Callable[[Path, Size], Step]:
         args = GKDConfig(
             output_dir=str(folder / f"trl-{beta}"), max_steps=100_000, per_device_train_batch_size=size.batch,
             learning_rate=1e-4, lmbda=0.0, beta=beta, max_grad_norm=1.0, weight_decay=0.0, report_to=[],
-            logging_strategy="no", save_strategy="no", use_cpu=True, gradient_checkpointing=False, bf16=False,
+            logging_strategy="no", save_strategy="no", use_cpu=True, gradient_checkpointing=False, bf16=is_bf16,
             fp16=False, disable_tqdm=True, dataloader_num_workers=0, seed=0,
         )  # fmt: skip
         rows = [row.tolist() for batch in _batches(run) for row in batch.input_ids]
         trainer = GKDTrainer(
-            model=run.student.model, teacher_model=run.teacher.as_model().model, args=args, data_collator=collate,
+            model=run.student.model, teacher_model=teacher, args=args, data_collator=collate,
             processing_class=copy.copy(run.tokenizer), train_dataset=Dataset.from_dict({"input_ids": rows}),
             callbacks=[OneByOne()],
         )  # fmt: skip

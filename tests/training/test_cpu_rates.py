@@ -16,6 +16,7 @@ from stillroom.precision.device import DeviceFacts
 from stillroom.training import cpu_rates, models
 from stillroom.training.build import make_precision
 from stillroom.training.cpu_rates import Rates, Shape, measure, shape_of, with_rates
+from stillroom.training.memory import Shapes, chosen_mode, free_here, lay_out
 from stillroom.training.models import load_models
 
 CPU = DeviceFacts("cpu")
@@ -74,31 +75,29 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cpu_rates, "measure", refuse)
     monkeypatch.setattr(cpu_rates, "bf16_products", object)
-    monkeypatch.setattr(models, "bf16_products", object)
 
 
 @pytest.mark.usefixtures("unmeasured")
 def test_small_students_other_devices_and_several_processes_are_not_measured() -> None:
-    assert with_rates(CPU, Student(), cpu_rates.LEAST_PARAMETERS - 1, 64) == CPU
+    assert with_rates(CPU, SHAPE, cpu_rates.LEAST_PARAMETERS - 1) == CPU
     card = DeviceFacts("cuda")
-    assert with_rates(card, Student(), 10**9, 64) == card
-    several = with_rates(CPU, Student(), 10**9, 64, num_processes=2)
+    assert with_rates(card, SHAPE, 10**9) == card
+    several = with_rates(CPU, SHAPE, 10**9, num_processes=2)
     assert choose("auto", several)[0] == "fp32" and "several processes" in choose("auto", several)[1]
     with pytest.raises(AssertionError, match="measured"):
-        with_rates(CPU, Student(), cpu_rates.LEAST_PARAMETERS, 64)
+        with_rates(CPU, SHAPE, cpu_rates.LEAST_PARAMETERS)
 
 
 def test_a_cpu_without_units_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_rates, "bf16_products", lambda: None)
-    assert with_rates(CPU, Student(), 10**9, 64) == CPU
+    assert with_rates(CPU, SHAPE, 10**9) == CPU
 
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """The built-in student counts as large."""
-    for module in (cpu_rates, models):
-        monkeypatch.setattr(module, "LEAST_PARAMETERS", 1)
-        monkeypatch.setattr(module, "bf16_products", object)
+    monkeypatch.setattr(cpu_rates, "LEAST_PARAMETERS", 1)
+    monkeypatch.setattr(cpu_rates, "bf16_products", object)
 
 
 def _config(**over: Any) -> Config:
@@ -123,6 +122,18 @@ def test_a_run_in_bf16_has_a_bf16_teacher_and_an_fp32_student(monkeypatch: pytes
     assert _dtypes(loaded.student) == {torch.float32}
     asked = _load(**{"teacher.dtype": "float32"})
     assert _dtypes(asked.teacher) == {torch.float32}
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("rates", [FAST, SLOW])
+def test_the_plan_foresees_mode_and_teacher(monkeypatch: pytest.MonkeyPatch, rates: Rates) -> None:
+    monkeypatch.setattr(cpu_rates, "measure", lambda *_: rates)
+    config, shapes = _config(), Shapes(free_here(torch.device("cpu")))
+    mode, _ = chosen_mode(config, shapes)
+    loaded = _load()
+    assert mode == make_precision(config, loaded, torch.device("cpu")).mode
+    teacher = lay_out(config, shapes, mode).teacher
+    assert teacher is not None and teacher.itemsize == loaded.source.dtype.itemsize
 
 
 @pytest.mark.usefixtures("large")

@@ -43,6 +43,7 @@ from stillroom.config.schema import DEFAULT_DRAWS, DEFAULT_HYBRID_DRAWS, DEFAULT
 from stillroom.core.errors import ConfigError, DataError
 from stillroom.core.numerics import LOG_ZERO, Softmax
 from stillroom.core.types import Batch, HeadWeights, PairedTokens, SampledSignal, TopKSignal
+from stillroom.losses.head.products import logits_from_bf16
 from stillroom.losses.two_tokenizers import GroupSums
 from stillroom.models.anatomy import head_logits
 from stillroom.training.schedule import Curriculum
@@ -251,7 +252,9 @@ def reduce_row(
     size, block = (max(1, values // head.num_real) for values in (_PRODUCT_VALUES, _BLOCK_VALUES))
     parts = []
     for start in range(0, len(targets), size):
-        logits = head_logits(head, hidden[start : start + size])
+        logits = logits_from_bf16(hidden[start : start + size], head)
+        if logits is None:
+            logits = head_logits(head, hidden[start : start + size])
         for at in range(0, len(logits), block):
             here = slice(start + at, start + min(at + block, len(logits)))
             parts.append(_reduce(logits[at : at + block], targets[here], uniforms[here], spec, coarse))

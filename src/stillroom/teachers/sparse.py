@@ -11,6 +11,7 @@ import torch
 
 from stillroom.core.shortages import is_out_of_memory
 from stillroom.core.types import Batch, DenseSignal, Needs, PairedTokens, SampledSignal, Signal, TopKSignal
+from stillroom.losses.head.products import logits_from_bf16
 from stillroom.models import Student
 from stillroom.teachers.base import SignalKind, Teacher
 from stillroom.teachers.live import LiveTeacher
@@ -65,9 +66,11 @@ class SparseTeacher(Teacher):
         """For each signal the answer to each row of a batch; a row without targets has one of no positions."""
         there = batch.to(self.live.device)
         parts = self._row_by_row(there) if self.live.device.type == "cpu" else self._together(there)
-        # Cast once: what is computed from the logits is FP32 for every dtype of the teacher.
+        # Cast once: what is computed from the logits is FP32 for every dtype of the teacher. A CPU with BF16 units has
+        # FP32 logits of a BF16 head without that.
         head = parts[0][0].head
-        head = head if head.is_identity else replace(head, weight=head.weight.float())
+        if not head.is_identity and logits_from_bf16(parts[0][0].hidden[:0], head) is None:
+            head = replace(head, weight=head.weight.float())
         if keeps_whole:
             hidden = torch.cat([signal.hidden for signal in parts[0]])
             self._whole = batch.keys, replace(parts[0][0], hidden=hidden, taps={})

@@ -7,6 +7,7 @@ what they compute is the same on every machine.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from stillroom.config import Config
 from stillroom.losses.head.kernel import Bf16Products, bf16_products
 from stillroom.losses.head.products import PARTS
 from stillroom.precision.device import DeviceFacts
@@ -74,10 +76,12 @@ def shape_of(student: Any, tokens: int) -> Shape | None:
     if not body:
         return None
     largest = max(body, key=lambda weight: weight.numel())
+    rows, columns = largest.shape
     vocabulary, width = head.weight.shape
-    return Shape(tokens, *largest.shape, vocabulary, width, sum(weight.numel() for weight in body))
+    return Shape(tokens, rows, columns, vocabulary, width, sum(weight.numel() for weight in body))
 
 
+@functools.cache
 def measure(shape: Shape, products: Bf16Products) -> Rates:
     """Both rates of bodies and head, each the best of alternating turns."""
     tokens, chunk = min(shape.tokens, _MOST_TOKENS), min(shape.tokens, _CHUNK)
@@ -118,16 +122,26 @@ def _rates(gigaflops: float, *works: Callable[[], object]) -> tuple[float, float
     return wide, half
 
 
-def with_rates(
-    facts: DeviceFacts, student: Any, num_parameters: int, tokens: int, *, num_processes: int = 1
-) -> DeviceFacts:
+def with_rates(facts: DeviceFacts, shape: Shape | None, num_parameters: int, *, num_processes: int = 1) -> DeviceFacts:
     """The facts of a CPU with what was measured on it. Nothing is measured where `auto` stays in FP32 anyway."""
     if facts.kind != "cpu" or num_parameters < LEAST_PARAMETERS:
         return facts
     if num_processes > 1:  # each would measure for itself, and they have to agree
         return replace(facts, measured="several processes: not measured")
-    products, shape = bf16_products(), shape_of(student, tokens)
+    products = bf16_products()
     if products is None or shape is None:
         return facts
     rates = measure(shape, products)
     return replace(facts, bf16_gain=rates.gain(shape), measured=rates.sentence(shape), rates=vars(rates))
+
+
+def answers_in_bf16(config: Config, mode: str, device_type: str, num_parameters: int) -> bool:
+    """Whether a teacher whose dtype is left to us has BF16 weights next to a student in bf16-mixed on a CPU.
+
+    By what the run and the machine are, not by what was measured: a resumed run has the teacher it began with.
+    """
+    if mode != "bf16-mixed" or device_type != "cpu" or num_parameters < LEAST_PARAMETERS:
+        return False
+    section = config.teacher
+    is_plain = section.placement == "device" and section.router.mode == "frozen" and section.quantisation == "none"
+    return section.dtype == "auto" and is_plain and bf16_products() is not None

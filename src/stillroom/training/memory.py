@@ -50,6 +50,7 @@ from stillroom.training.checkpoint import (
     SnapshotRing,
     Snapshots,
 )
+from stillroom.training.cpu_rates import Shape, answers_in_bf16, with_rates
 from stillroom.training.evaluate import Evaluation, evaluate, never_stop
 from stillroom.training.run import Run, RunState
 from stillroom.training.schedule import Curriculum
@@ -233,8 +234,18 @@ def uses_teacher(config: Config) -> bool:
 def chosen_mode(config: Config, shapes: Shapes) -> tuple[str, str]:
     """The precision that the run will have, and why."""
     sizes, _ = shapes.student(config, micro_of(config, "fp32"), None)
-    asked, is_wide = config.precision, needs_fp32_weights(config)
-    return choose(asked.mode, shapes.target.facts, sizes.num_trained, moments=asked.moments, is_wide=is_wide)
+    asked, facts, is_wide = config.precision, shapes.target.facts, needs_fp32_weights(config)
+    if asked.mode == "auto":
+        num_processes = shapes.target.sharing.num_processes
+        facts = with_rates(facts, _shape(config, sizes), sizes.num_trained, num_processes=num_processes)
+    return choose(asked.mode, facts, sizes.num_trained, moments=asked.moments, is_wide=is_wide)
+
+
+def _shape(config: Config, sizes: Sizes) -> Shape:
+    """The products of a student without its weights. The matrices of its body are taken to be D by 4 D."""
+    tokens, head = config.train.rows_per_batch * config.data.max_length, sizes.vocabulary * sizes.width
+    body = max(1, sizes.num_trained - head)
+    return Shape(tokens, 4 * sizes.width, sizes.width, sizes.vocabulary, sizes.width, body)
 
 
 def micro_of(
@@ -276,6 +287,9 @@ def lay_out(config: Config, shapes: Shapes, mode: str, *, rows: int = 0, num_tok
     is_live = asks and not config.teacher.cache and not config.teacher.server
     is_there = is_live or (asks and config.teacher.cache == "auto" and not config.teacher.server)
     dtype = teacher_dtype(config.teacher.dtype, target.facts)
+    trained = shapes.student(config, micro_of(config, "fp32"), None)[0].num_trained
+    if answers_in_bf16(config, mode, target.device.type, trained):
+        dtype = torch.bfloat16
     micro = micro_of(config, mode, rows=rows)
     teacher = work = None
     if is_there:

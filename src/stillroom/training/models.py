@@ -14,7 +14,6 @@ from stillroom.config import Config
 from stillroom.core.errors import ConfigError
 from stillroom.core.types import BothNeeds, Detail
 from stillroom.data import Corpus, opening_difference
-from stillroom.losses.head.kernel import bf16_products
 from stillroom.losses.hidden import InnerObjective
 from stillroom.losses.mix import ModelDims, Planned, TokenMatch, plan_objectives, union
 from stillroom.models import (
@@ -47,7 +46,7 @@ from stillroom.teachers.build import (
 )
 from stillroom.telemetry import EventLog
 from stillroom.telemetry.stages import Stages
-from stillroom.training.cpu_rates import LEAST_PARAMETERS, with_rates
+from stillroom.training.cpu_rates import answers_in_bf16, shape_of, with_rates
 from stillroom.training.student import adapted, check_base, check_weights, cut_student, store_frozen, take_vocabulary
 
 
@@ -141,10 +140,11 @@ def load_models(
         student, adapter = adapted(config, student, student_name(config))
     facts = facts_of(device)
     if config.precision.mode == "auto" and not begun_in:
-        tokens, processes = config.train.rows_per_batch * config.data.max_length, parallel.size if parallel else 1
-        facts = with_rates(facts, student.network, num_trained(student.network), tokens, num_processes=processes)
+        shape = shape_of(student.network, config.train.rows_per_batch * config.data.max_length)
+        processes = parallel.size if parallel else 1
+        facts = with_rates(facts, shape, num_trained(student.network), num_processes=processes)
     mode, _ = choose(config.precision.mode, facts, begun_in=begun_in)
-    is_bf16 = mode == "bf16-mixed" and _answers_in_bf16(config, device, student.network)
+    is_bf16 = answers_in_bf16(config, mode, device.type, num_trained(student.network))
     if is_bf16:
         source = find_source(config, device, folder, tokenizer, own_tokenizer, is_bf16=True)
     if source.is_loaded:
@@ -173,17 +173,6 @@ def load_models(
 
 def num_trained(student: Any) -> int:
     return sum(parameter.numel() for parameter in student.parameters() if parameter.requires_grad)
-
-
-def _answers_in_bf16(config: Config, device: torch.device, student: Any) -> bool:
-    """Whether a teacher whose dtype is left to us has BF16 weights next to a student in bf16-mixed on a CPU.
-
-    By what the run and the machine are, not by what was measured: a resumed run has the teacher it began with.
-    """
-    section = config.teacher
-    is_plain = section.placement == "device" and section.router.mode == "frozen" and section.quantisation == "none"
-    is_large = num_trained(student) >= LEAST_PARAMETERS
-    return device.type == "cpu" and section.dtype == "auto" and is_plain and is_large and bf16_products() is not None
 
 
 def in_bf16(network: Any) -> None:

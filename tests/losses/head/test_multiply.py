@@ -19,6 +19,7 @@ from stillroom.core.types import HeadWeights
 from stillroom.losses.head import products
 from stillroom.losses.head.kernel import Bf16Products, bf16_products
 from stillroom.losses.head.products import HalfMultiplier, SplitMultiplier, WideMultiplier, choose_multiplier
+from stillroom.models.anatomy import head_logits
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -327,6 +328,18 @@ def test_products_of_shapes_that_do_not_fit_are_refused(units: Bf16Products) -> 
         units.logits(torch.zeros(2, 4), torch.zeros(5, 4), torch.zeros(2, 6), parts=2)
     with pytest.raises(ValueError, match="products of the head"):
         units.to_hidden(torch.zeros(2, 5, dtype=torch.float64), torch.zeros(5, 4), torch.zeros(2, 4))
+
+
+@pytest.mark.usefixtures("units")
+def test_logits_of_a_bf16_head_have_fp32_digits() -> None:
+    generator = torch.Generator().manual_seed(2)
+    hidden, weight = (torch.randn(rows, 24, generator=generator).bfloat16() for rows in (5, 70))
+    head = HeadWeights(weight, torch.randn(70, generator=generator).bfloat16(), 0.5, 30.0, vocab_size=66)
+    found = products.logits_from_bf16(hidden, head)
+    assert found is not None
+    torch.testing.assert_close(found, head_logits(head, hidden), rtol=1e-5, atol=1e-5)
+    assert products.logits_from_bf16(hidden[:0], head).shape == (0, 66)
+    assert products.logits_from_bf16(hidden.float(), replace(head, weight=weight.float())) is None
 
 
 def test_only_large_heads_in_bf16_have_bf16_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from stillroom.core.types import HeadWeights
 from stillroom.losses.head.kernel import Bf16Products, bf16_products
-from stillroom.losses.head.rows import GradientRows, HalfRequest, Logits, padded
+from stillroom.losses.head.rows import GradientRows, HalfRequest, Logits, finish, padded
 
 # -- buffers ---------------------------------------------------------------------------------------
 # A pool of large CPU buffers for the head: a buffer returns to it when the last tensor that uses it is gone.
@@ -176,6 +176,20 @@ LEAST_BF16_WEIGHTS = 1 << 22
 # up to a 256th of its value, and the error of the logits is as large as what student and teacher differ in near
 # convergence (benchmarks/quality/bench_bf16_cpu.py). Gradients are not differences of large numbers: they have one.
 PARTS = 2
+
+
+def logits_from_bf16(hidden: Tensor, head: HeadWeights) -> Tensor | None:
+    """Logits [N, V] in FP32 of a BF16 head on a CPU that multiplies it as it is; None: cast both to FP32."""
+    if head.is_identity or head.weight.dtype != torch.bfloat16:
+        return None
+    multiplier = choose_multiplier(hidden, head, torch.float32)
+    if not isinstance(multiplier, SplitMultiplier):
+        return None
+    raw = POOL.borrow((len(hidden), head.num_real), torch.float32, hidden.device)
+    if len(hidden):
+        multiplier.logits(multiplier.operand(hidden), multiplier.operand(head.weight[: head.num_real]), out=raw)
+    bias = None if head.bias is None else head.bias[: head.num_real].float()
+    return finish(Logits(raw, bias, head.scale, head.softcap))
 
 
 class WideMultiplier:
