@@ -346,6 +346,8 @@ def _summary(run: Run, state: RunState, end: dict[str, Any], final: Evaluation, 
         "student": {**summary_row(final, run.num_student_parameters), "steps": state.applied, "tokens": state.tokens},
         **run.teacher.summary(),
     }
+    if run.rollouts is not None:
+        summary["rollouts"] = _written(events)
     if run.config.data.is_mixed:
         summary["sources"] = source_rows(run, state.cursor)
     if changed := [{"step": e["step"], "changes": e["changes"]} for e in events if e["event"] == "changed_inputs"]:
@@ -353,6 +355,13 @@ def _summary(run: Run, state: RunState, end: dict[str, Any], final: Evaluation, 
     summary["checks"] = _checks(run, summary, events)
     summary["advice"] = advice_of(events, summary, end["advice"])
     return summary
+
+
+def _written(events: Sequence[Event]) -> dict[str, Any]:
+    """What the student wrote, rounds that a rollback dropped included."""
+    rounds = [event for event in events if event.get("event") == "rollouts"]
+    sums = {key: sum(as_number(event.get(key)) or 0.0 for event in rounds) for key in ("rows", "tokens", "seconds")}
+    return {"rounds": len(rounds), "rows": int(sums["rows"]), "tokens": int(sums["tokens"]), "seconds": sums["seconds"]}
 
 
 def label_taught_rows(events: Sequence[Event]) -> int:
