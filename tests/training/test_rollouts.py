@@ -185,6 +185,17 @@ def test_a_sealed_round_of_this_very_student_is_taken_again(uncut: tuple[Path, A
     assert list(differences(folder, tmp_path / "run")) == []
 
 
+def test_a_sealed_round_of_another_student_is_written_again(uncut: tuple[Path, Any], tmp_path: Path) -> None:
+    """Killed before step 8, resumed from step 6, where round 2 is to begin: its seal names other weights."""
+    folder, config = uncut
+    assert tiny.in_child(lambda: distill(config, tmp_path / "run", device="cpu", inject="kill@8")) == -9
+    path = tmp_path / "run" / "rollouts" / "round-000002" / "round.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"weights": "0" * 16}))
+    resume(tmp_path / "run", device="cpu")
+    assert rounds(tmp_path / "run")[2].weights != "0" * 16
+    assert list(differences(folder, tmp_path / "run")) == []
+
+
 def test_a_request_to_stop_takes_effect_between_two_pieces(
     uncut: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
