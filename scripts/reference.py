@@ -116,7 +116,7 @@ def configuration() -> str:
         for dotted, kind in sections(top, name):
             rows = list(rows_of(kind, dotted))
             if rows:
-                optional = dotted == "student.adapter"
+                optional = dotted in ("student.adapter", "rollouts")
                 parts += [f"## {dotted}", *(["None by default; any key makes it a table."] if optional else [])]
                 parts.append(table(rows))
     parts += [

@@ -31,9 +31,9 @@ def leaves(table: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def test_every_key_of_a_whole_configuration_is_on_the_page() -> None:
-    whole = Config.model_validate({"student": {"adapter": {}}}).to_dict()
+    whole = Config.model_validate({"student": {"adapter": {}}, "rollouts": {}}).to_dict()
     page = reference.read("configuration.md")
-    ramps = {"objectives.kd.interpolation"}
+    ramps = {"objectives.kd.interpolation", "rollouts.share"}
     for key in leaves(whole):
         shown = next((ramp for ramp in ramps if key.startswith(f"{ramp}.")), key)
         assert f"| `{shown}` |" in page, key

@@ -15,7 +15,7 @@ from process_jobs import commands, wait_for
 from refusals import refused
 
 from stillroom.config import load_config
-from stillroom.core.errors import CheckpointUnusable, ConfigError, Diverged, Interrupted
+from stillroom.core.errors import CheckpointUnusable, ConfigError, Diverged, InputsChanged, Interrupted
 from stillroom.core.types import IGNORED, ROLLOUTS
 from stillroom.data.rollouts import RoundFacts, RoundStore
 from stillroom.doctor.resume import differences, verify_resume
@@ -25,6 +25,7 @@ from stillroom.training.distill import distill, resume
 from stillroom.training.loop import Stop, training
 from stillroom.training.rollouts import ensure_round
 from stillroom.training.run import RunState
+from stillroom.training.run_folder import Trust
 from stillroom.training.step import attempt, train_step
 
 # Rounds at steps 0, 3 and 6, in pieces of two answers.
@@ -182,6 +183,17 @@ def test_a_sealed_round_of_this_very_student_is_taken_again(uncut: tuple[Path, A
     made = (tmp_path / "run" / "rollouts" / "round-000002" / "round.json").stat().st_mtime_ns
     resume(tmp_path / "run", device="cpu")
     assert (tmp_path / "run" / "rollouts" / "round-000002" / "round.json").stat().st_mtime_ns == made
+    assert list(differences(folder, tmp_path / "run")) == []
+
+
+def test_a_sealed_round_of_another_student_is_written_again(uncut: tuple[Path, Any], tmp_path: Path) -> None:
+    """Killed before step 8, resumed from step 6, where round 2 is to begin: its seal names other weights."""
+    folder, config = uncut
+    assert tiny.in_child(lambda: distill(config, tmp_path / "run", device="cpu", inject="kill@8")) == -9
+    path = tmp_path / "run" / "rollouts" / "round-000002" / "round.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"weights": "0" * 16}))
+    resume(tmp_path / "run", device="cpu")
+    assert rounds(tmp_path / "run")[2].weights != "0" * 16
     assert list(differences(folder, tmp_path / "run")) == []
 
 
@@ -344,6 +356,25 @@ def test_what_rollouts_cannot_be_combined_with_is_named(world: Path, over: dict[
 def test_prompts_that_leave_no_room_are_refused(make_run: Callable[..., Any]) -> None:
     with refused(ConfigError, "rollouts.max_new_tokens"):
         make_run(OWN | {"rollouts.prompt_tokens": 16, "rollouts.max_new_tokens": 31, "data.packing": "blocks"})
+
+
+def test_changed_prompts_are_refused_by_a_resumed_run(world: Path, tmp_path: Path) -> None:
+    """And a relative path is found again from another folder, as all others."""
+    path = tmp_path / "prompts.jsonl"
+    tiny.save_text(path, 6, seed=9)
+    config = config_of(world, rollouts__prompts=str(path))
+    assert tiny.in_child(lambda: distill(config, tmp_path / "run", device="cpu", inject="kill@4")) == -9
+    stored = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert stored["paths"]["rollouts.prompts"]["absolute"] == str(path)
+    tiny.save_text(path, 6, seed=10)
+    with refused(InputsChanged, "prompts.jsonl"):
+        resume(tmp_path / "run", device="cpu")
+
+
+def test_a_stranger_cannot_name_an_address_for_prompts(world: Path) -> None:
+    config = config_of(world, rollouts__prompts="https://example.org/prompts.jsonl")
+    with refused(ConfigError, "config.json", "rollouts.prompts"):
+        Trust().check(config, "config.json")
 
 
 def test_a_spec_gives_the_prompts(world: Path, make_run: Callable[..., Any], tmp_path: Path) -> None:

@@ -106,12 +106,11 @@ def school_teacher(task: Task) -> Path:
         if (path := task.path(*pair, rng, missteps=0.15))[-1] == pair[1]
     ]
     start = save_model(CACHE / "teacher-begun", TEACHER, 1)
-    with tempfile.TemporaryDirectory() as scratch:
-        data = maze.write(Path(scratch) / "all.jsonl", rows)
-        held = maze.write(Path(scratch) / "dev.jsonl", gold(task, "dev"))
-        settings = common(start, data, held, 0, 3e-3) | PLAIN | {"train.max_steps": 1200, "train.batch_size": 64}
-        stillroom.distill(stillroom.load_config(overrides=settings), Path(scratch) / "run", device="cpu")
-        shutil.copytree(Path(scratch) / "run" / "student", place)
+    data, held = maze.write(CACHE / "all.jsonl", rows), maze.write(CACHE / "dev.jsonl", gold(task, "dev"))
+    settings = common(start, data, held, 0, 3e-3) | PLAIN
+    settings |= {"train.max_steps": 1200, "train.batch_size": 64, "train.save_steps": 100}
+    stillroom.distill(stillroom.load_config(overrides=settings), CACHE / "teacher-run", device="cpu")  # or continue it
+    shutil.copytree(CACHE / "teacher-run" / "student", place)
     return place
 
 

@@ -85,7 +85,7 @@ def to_bytes(rollouts: Sequence[Rollout]) -> bytes:
         }
     facts = {"names": [one.name for one in rollouts], "ended": [one.ended for one in rollouts]}
     # One entry: the library writes several in any order, and the same answers are the same bytes.
-    return save(arrays, metadata={_FACTS: json.dumps(facts)})
+    return bytes(save(arrays, metadata={_FACTS: json.dumps(facts)}))
 
 
 def of_bytes(contents: bytes) -> list[Rollout]:

@@ -1048,8 +1048,8 @@ def stale_rounds(case: Case) -> Finding | None:
         return None
     return found(
         "hint",
-        f"the loss on rollouts rises by {format_percent(middle(rises))} where a new round begins: the student has moved "
-        f"away from what it wrote",
+        f"the loss on rollouts rises by {format_percent(middle(rises))} where a new round begins: the student has "
+        "moved away from what it wrote",
         "write more often",
         setting=f"rollouts.every={max(1, int(every) // 2)}",
         steps=cited(rounds[1:]),

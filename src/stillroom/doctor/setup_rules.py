@@ -500,7 +500,7 @@ def teacher_ends(setup: Setup) -> Iterator[Finding]:
         return
     middle = statistics.median(probs)
     if middle < LEAST_END:
-        what = f"where answers of the data end, the teacher gives the end mark {middle:.2g}: rollouts would grow without end"
+        what = f"where answers of the data end, the teacher gives the end mark {middle:.2g}: rollouts would not end"
         yield red(
             "teacher_does_not_end", what, "use the teacher that the data's template is made for, or its own template"
         )

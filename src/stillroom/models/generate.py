@@ -37,7 +37,7 @@ from stillroom.models.student import num_positions
 
 Prompt = Sequence[int]  # tokens, used as they are
 Give = Callable[["Piece"], bool | None]
-Note = Callable[[str], None]
+Note = Callable[[str], object]
 
 _EXPECTED = END, LENGTH = "end of text", "length"
 

@@ -372,6 +372,8 @@ class ConsoleView:
                 return [say.gradients_line(event)]
             case "phase":
                 return [say.phase_line(event)]
+            case "rollouts":
+                return [say.rollouts_line(event)]
             case "router":
                 return [say.router_line(event)]
             case "checkpoint":

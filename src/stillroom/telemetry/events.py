@@ -56,7 +56,7 @@ TERM_KEYS = ("raw", "weight", "scaled", "share")
 
 # Events that a run writes again if it repeats steps after a resume.
 _WRITTEN_AGAIN = frozenset(
-    {"step", "eval", "checkpoint", "guard", "phase", "gradients", "router", "advice", "changed_inputs"}
+    {"step", "eval", "checkpoint", "guard", "phase", "gradients", "rollouts", "router", "advice", "changed_inputs"}
 )
 _WRITTEN_ONCE = frozenset(
     {"sample", "first_forward", "router_probe", "teacher_eval", "stage"}
@@ -459,6 +459,28 @@ EVENTS: dict[str, EventKind] = {
             "step": _STEP + " and this one",
             "terms": "name -> norm, share of the summed norms",
             "cosines": "between the gradients of each two terms",
+        },
+    ),
+    "rollouts": EventKind(
+        "A round of the student's own text is sealed, and serves the next windows.",
+        {
+            "step": _STEP,
+            "round": "its number",
+            "rows": "answers that are learned from",
+            "dropped": "answers that are not: their logits were not finite, or they repeat a phrase",
+            "served": "rows that the windows of the round take",
+            "replayed": "rows of older rounds that are in use again",
+            "repeated": "rows that are served twice because answers were dropped",
+            "tokens": "written, end tokens included",
+            "seconds": "by the clock, until it was sealed",
+            "cpu_seconds": "of all threads of the process",
+            "tokens_per_second": "tokens over seconds",
+            "mean_length": "tokens of an answer",
+            "data_length": "tokens of an answer of the data; 0: plain text",
+            "ended": "answers by why they ended: end, length, loop, nonfinite, positions",
+            "entropy": "of the student where it wrote, estimated from the tokens that it drew; nats a token",
+            "weights": "fingerprint of the student that wrote it",
+            "reused": "whether it was sealed before a kill, and is taken as it is",
         },
     ),
     "phase": EventKind(

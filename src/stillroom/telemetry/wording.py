@@ -458,6 +458,17 @@ def phase_line(event: Fields) -> str:
     return f"phase  {clean(event.get('from')) or 'start'} -> {clean(event.get('to'))} at step {event.get('step')}"
 
 
+def rollouts_line(event: Fields) -> str:
+    """A round, and how its answers ended."""
+    ended = ", ".join(f"{name} {count}" for name, count in section(event, "ended").items() if as_number(count))
+    taken = "  taken as sealed" if event.get("reused") is True else f" in {show(event, 'seconds', format_duration)}"
+    length, entropy = show(event, "mean_length", "{:.0f}".format), show(event, "entropy", "{:.2f}".format)
+    return (
+        f"round {event.get('round')} at step {event.get('step')}  {show(event, 'rows', format_count)} answers{taken}  "
+        f"length {length}  entropy {entropy}  ended: {clean(ended)}"
+    )
+
+
 def checkpoint_line(event: Fields) -> str:
     size, seconds = show(event, "bytes", format_bytes), show(event, "seconds", format_duration)
     return f"saved step {event.get('step')}  {size} in {seconds}  {clean(event.get('path'))}"

@@ -81,6 +81,8 @@ def build_run(
     rollouts = plan_rollouts(config, corpus, models.tokenizer, loader, schedule, parallel, rounds)
     if rollouts is not None:
         loader = rollouts.loader
+        if inputs is not None:
+            inputs.prompts(rollouts.section.prompts, rollouts.prompts)
 
     # What is trained: the student, the objectives' projectors, and the optimizer of both.
     precision = make_precision(config, models, device, begun_in)

@@ -415,6 +415,8 @@ def _summary(run: Run, state: RunState, end: dict[str, Any], final: Evaluation, 
         },
         **run.teacher.summary(),
     }
+    if run.rollouts is not None:
+        summary["rollouts"] = _written(events)
     if run.config.data.is_mixed:
         summary["sources"] = source_rows(run, state.cursor)
     if changed := [{"step": e["step"], "changes": e["changes"]} for e in events if e["event"] == "changed_inputs"]:
@@ -428,6 +430,13 @@ def _selected(run: Run, state: RunState) -> dict[str, float | None]:
     """What the kept student was chosen by, where it is not the perplexity."""
     selection = selection_of(run.config)
     return {} if selection.name == "perplexity" else {"selected": selection.value(state.best_rank)}
+
+
+def _written(events: Sequence[Event]) -> dict[str, Any]:
+    """What the student wrote, rounds that a rollback dropped included."""
+    rounds = [event for event in events if event.get("event") == "rollouts"]
+    sums = {key: sum(as_number(event.get(key)) or 0.0 for event in rounds) for key in ("rows", "tokens", "seconds")}
+    return {"rounds": len(rounds), "rows": int(sums["rows"]), "tokens": int(sums["tokens"]), "seconds": sums["seconds"]}
 
 
 def label_taught_rows(events: Sequence[Event]) -> int:

@@ -8,6 +8,8 @@ token a lower loss than its own input (labels not shifted) and than the token af
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -339,7 +341,13 @@ def _spread(run: Run) -> float:
 
 
 ACCEPT = "--accept-changed-inputs"
-_WORDS = {"train": "training data", "eval": "held-out data", "teacher": "teacher", "student": "starting student"}
+_WORDS = {
+    "train": "training data",
+    "eval": "held-out data",
+    "prompts": "set of prompts for rollouts",
+    "teacher": "teacher",
+    "student": "starting student",
+}
 
 Hashes = Mapping[str, Mapping[str, Any]]
 
@@ -379,6 +387,11 @@ class InputCheck:
                 )
         paths = ", ".join(source.path for source in config.data.sources)
         self._compare(found, {"train": paths, "eval": config.data.eval or paths})
+
+    def prompts(self, where: str, prompts: Sequence[tuple[str, list[int]]]) -> None:
+        """Hash the prompts that rollouts answer; raise if they are not those of the checkpoint."""
+        digest = hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()[:32]
+        self._compare({"prompts": {"prompts": len(prompts), "digest": digest}}, {"prompts": where})
 
     def _compare(self, found: dict[str, dict[str, Any]], where: Mapping[str, str]) -> None:
         self.found |= found

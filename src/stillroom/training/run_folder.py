@@ -185,6 +185,7 @@ _MODELS = ("teacher.model", "student.model")
 _DATA = ("data.train", "data.eval")
 _FOLDERS = ("teacher.cache",)
 KEYS = (*_MODELS, *_DATA, *_FOLDERS)
+_PROMPTS = "rollouts.prompts"  # of a run that has rollouts, where they are not those of the data
 _SOURCE = "data.train."  # with the number of the source, where there are several
 _NOT_FILES = ("builtin:", "hf:")
 
@@ -252,9 +253,10 @@ def _exists(path: str) -> bool:
 def _keys(config: Config) -> tuple[str, ...]:
     """The settings that may name local files. Each of several sources has its own."""
     train = config.data.train
+    own = (_PROMPTS,) if config.rollouts is not None and config.rollouts.prompts != "train" else ()
     if isinstance(train, str):
-        return KEYS
-    return (*_MODELS, *(f"{_SOURCE}{place}" for place in range(len(train))), "data.eval", *_FOLDERS)
+        return (*KEYS, *own)
+    return (*_MODELS, *(f"{_SOURCE}{place}" for place in range(len(train))), "data.eval", *_FOLDERS, *own)
 
 
 def _get(config: Config, key: str) -> str | None:
@@ -315,6 +317,8 @@ class Trust:
             code.append(f"the plug-in {config.objectives.kd.divergence} (objectives.kd.divergence)")
         data = {f"data.train.{number}": source.path for number, source in enumerate(config.data.sources)}
         data["data.eval"] = config.data.eval or ""
+        if config.rollouts is not None:
+            data[_PROMPTS] = config.rollouts.prompts
         code += [f"the plug-in for {path} ({key})" for key, path in data.items() if _has_plugin_reader(path)]
         named = {f"{name}.model": section.model for name, section in sections.items()}
         named |= {f"{name}.allow_base": section.allow_base or "" for name, section in sections.items()}
@@ -593,7 +597,7 @@ def differing_keys(old: Config, new: Config) -> list[str]:
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key)
         and not key.startswith(_NOT_THE_RUN)
-        and not (key in KEYS and is_same_file(before.get(key), after.get(key)))
+        and not (key in (*KEYS, _PROMPTS) and is_same_file(before.get(key), after.get(key)))
     ]
 
 
