@@ -623,6 +623,12 @@ RULES: tuple[Rule, ...] = (
         "precision.mode is {c.precision.mode}",
     ),
     Rule("eval.sample_tokens", lambda c: c.eval.samples, "eval.samples is 0"),
+    Rule("eval.samples eval.sample_tokens", lambda c: not c.eval.num_prompts, "eval.prompts are the samples"),
+    Rule(
+        "eval.prompt_tokens eval.temperature eval.checker",
+        lambda c: c.eval.num_prompts,
+        "eval.prompts is 0 and eval.select is {c.eval.select}",
+    ),
 )
 
 
