@@ -218,6 +218,7 @@ def plan(run: Run, state: RunState) -> None:
         size = run.config.eval.batch_size or train.rows_per_batch
         rows = len(run.corpus.evaluation)
         rows = min(rows, run.config.eval.max_batches * size) if run.config.eval.max_batches else rows
+        rows += run.config.eval.num_prompts  # an answer costs about as much as a row
         window_rows = train.rows_per_batch * train.gradient_accumulation_steps * run.initial_world_size
         state.pace.eval_steps, reason = plan_evaluations(steps, rows, window_rows)
         if reason:
