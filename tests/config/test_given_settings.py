@@ -24,7 +24,7 @@ from stillroom.config.load import (
     unread,
     unread_notes,
 )
-from stillroom.config.schema import Config
+from stillroom.config.schema import Config, WriteConfig
 from stillroom.core.errors import ConfigError
 from stillroom.losses import divergences
 from stillroom.telemetry import read_events
@@ -32,6 +32,10 @@ from stillroom.training.distill import distill
 
 # Settings that every run reads, or that depend on its records, its device or the number of its processes.
 ALWAYS = [
+    "eval.select",
+    "eval.prompts",
+    "eval.tasks",
+    *(f"write.{name}" for name in WriteConfig.model_fields),  # by a command of its own
     "teacher.model",
     "teacher.trust_remote_code",
     "teacher.allow_base",
@@ -103,7 +107,6 @@ ALWAYS = [
     "eval.batch_size",
     "eval.max_perplexity",
     "eval.min_share",
-    "eval.samples",
     "rollouts.prompts",
     "rollouts.share",
     "rollouts.every",

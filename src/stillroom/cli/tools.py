@@ -471,6 +471,71 @@ class _Teller:
             f"{progress.num_bytes / 1e6:,.1f} MB  {progress.eta_seconds / 60:,.1f} minutes left"
         )
 
+    def written(self, known: Mapping[str, Any]) -> None:
+        """Progress of `write`."""
+        is_end = known["prompts"] >= known["of"]
+        if self._is_quiet or (time.monotonic() - self._last < _EVERY_SECONDS and not is_end):
+            return
+        self._last = time.monotonic()
+        echo(
+            f"{known['prompts']:,} of {known['of']:,} prompts  {known['rows']:,} rows  {known['tokens']:,} tokens  "
+            f"{known['tokens_per_second']:,.1f} tokens/s"
+        )
+
+
+# -- write: let a model or a server answer prompts ---------------------------------------------------------
+
+
+@app.command(short_help="Let a model or a server write training data.")
+def write(
+    config: ConfigFile = None,
+    out: Annotated[Path | None, typer.Option(help="FILE.jsonl; one that is begun is continued")] = None,
+    preset: Preset = None,
+    teacher: TeacherModel = None,
+    data: TrainData = None,
+    device: Device = "auto",
+    max_minutes: Annotated[float, typer.Option(help="stop after so long, exit code 75; 0: no limit")] = 0.0,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="any setting, e.g. write.samples=4")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let the teacher, a model or a server, answer prompts; [write] says which, how often and what is kept.
+
+    The file is data as any other: stillroom distill --data FILE. Next to it FILE.origin says who wrote it. A command
+    that was stopped or killed is continued when it is given again, and ends with the same file.
+    """
+    if out is None:
+        raise ConfigError("the file is named with --out", where="--out", advice=["stillroom write CONFIG --out FILE"])
+    named = {"teacher.model": teacher, "data.train": data}
+    overrides: dict[str, Any] = {key: value for key, value in named.items() if value is not None}
+    overrides |= parse_assignments(set_ or [])
+    loaded = load(config, preset=preset, overrides=overrides)
+    reads_data = loaded.config.write.start != "template" and not loaded.config.write.prompts
+    served = frozenset({"teacher"}) if loaded.config.teacher.server else frozenset[str]()
+    refuse_gaps(loaded.config, roles=("teacher", "data") if reads_data else ("teacher",), also=served)
+    from stillroom.training.write import write_text
+
+    tell = _Teller(is_quiet=as_json)
+    for note in loaded.notes:
+        tell.note(note)
+    limits: dict[str, Any] = {"device": device, "max_minutes": max_minutes}
+    result = write_text(loaded.config, out, tell=tell.note, on_progress=tell.written, **limits)
+    if as_json:
+        print_json(result)
+        return
+    from stillroom.telemetry.wording import clean
+
+    share = "" if result["kept_share"] is None else f", {result['kept_share']:.1%} of the answers"
+    lines = [
+        f"written  {clean(result['file'])}",
+        f"rows  {result['rows']:,}{share}",
+        f"cost  {result['tokens']:,} tokens in {result['seconds']:,.1f} s, {result['tokens_per_second']:,.1f} tokens/s",
+        *(f"{clean(name).replace('_', ' ')}  {count:,}" for name, count in result["counters"].items()),
+        *(f"refused  {clean(text)}" for text in result["refusals"]),
+        f"train on it  stillroom distill --data {clean(result['file'])}",
+    ]
+    for line in lines:
+        echo(line)
+
 
 @cache.command()
 def info(folder: CacheFolder, as_json: AsJson = False) -> None:

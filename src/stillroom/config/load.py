@@ -628,6 +628,12 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.rollouts is not None and c.rollouts.answers == "stored",
         "rollouts.answers is live",
     ),
+    Rule("eval.samples eval.sample_tokens", lambda c: not c.eval.num_prompts, "eval.prompts are the samples"),
+    Rule(
+        "eval.prompt_tokens eval.temperature eval.checker",
+        lambda c: c.eval.num_prompts,
+        "eval.prompts is 0 and eval.select is {c.eval.select}",
+    ),
 )
 
 

@@ -1,12 +1,13 @@
-"""Objects by name that other packages can add to: objectives, divergences and readers of files.
+"""Objects by name that other packages can add to: objectives, divergences, readers of files and checkers.
 
 Names are listed without importing what they stand for, so checking a configuration and `--help` need no torch.
-Packages add names by entry points, a program by `register`. A built-in name cannot be replaced. The three registries
+Packages add names by entry points, a program by `register`. A built-in name cannot be replaced. The registries
 are in `config/schema.py`; their entry points are
 
     stillroom.objectives   name = "package.module:RECIPE"   a stillroom.losses.Recipe
     stillroom.divergences  name = "package.module:MEMBER"   a stillroom.losses.divergences.Member
     stillroom.readers      suffix = "package.module:read"   a function (path, name, tally) -> (where, object) ...
+    stillroom.checkers     name = "package.module:check"    a function (answer, reference, prompt) -> 0 to 1
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Each field's description is what a user needs to set it; `docs/reference/configu
     student     its weights, how it is cut from the teacher, adapters
     data        sources, layouts of records, rows
     objectives  registries of objectives, divergences and readers; one section for each objective
-    training    steps and rates, phases, precision, guard, evaluation, checkpoints, telemetry
+    training    steps and rates, phases, precision, guard, evaluation, checkpoints, telemetry; `stillroom write`
     config      `Config`: all of them, and what cannot be set together
     faults      what `--inject` can break
 """
@@ -1350,6 +1350,50 @@ class EvalConfig(Section):
         return self
 
 
+class WriteConfig(Section):
+    """What `stillroom write` lets the teacher write, and what is kept of it."""
+
+    start: Literal["prompts", "documents", "template"] = Field(
+        "prompts",
+        description="what is continued. prompts: those of the records; documents: the beginnings of texts; template: "
+        "nothing but the chat template's opening of a question, so that the model writes the questions too",
+    )
+    prompts: str | None = Field(None, description="data that has the prompts or documents; none: data.train")
+    max_prompts: Count = Field(0, description="prompts at most; 0: all. With start = 'template': how many questions")
+    start_tokens: Size = Field(32, description="tokens of a document that are given, with start = 'documents'")
+    raw: bool = Field(
+        False, description="continue prompts as they stand, without the chat template that the writer may have"
+    )
+    samples: Annotated[int, Field(ge=1, le=1024)] = Field(1, description="answers to each prompt")
+    max_new_tokens: Size = Field(256, description="the longest answer, in tokens")
+    temperature: NonNegative = Field(1.0, description="0: the most probable token")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="draw from the fewest most probable tokens that have this share"
+    )
+    seed: Count = Field(0, description="of all draws; each prompt and sample has its own")
+    batch_size: Annotated[int, Field(ge=1, le=MOST_ROWS)] = Field(
+        32, description="answers written at once, and kept together where the command is killed"
+    )
+    checker: Checker | None = Field(
+        None, description="which answers are right: exact, number, json, regex:PATTERN, or a package's"
+    )
+    keep: Literal["all", "right", "best"] = Field(
+        "all", description="right: drop answers that write.checker finds wrong; best: the best answer to each prompt"
+    )
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> WriteConfig:
+        if self.keep == "right" and self.checker is None:
+            raise ValueError("write.keep = 'right' needs write.checker")
+        if self.start == "template" and not self.max_prompts:
+            raise ValueError("write.start = 'template' has no end by itself: set write.max_prompts")
+        if self.start == "template" and self.raw:
+            raise ValueError("write.start = 'template' is printed by the chat template: leave write.raw out")
+        if self.samples > 1 and self.temperature == 0.0:
+            raise ValueError("write.samples at temperature 0 are all the same: raise write.temperature")
+        return self
+
+
 class CheckpointConfig(Section):
     keep: Size = Field(2, description="checkpoints kept on disk")
     background: Literal["auto", "on", "off"] = Field(
@@ -1454,6 +1498,7 @@ class Config(Section):
     guard: GuardConfig = Field(default_factory=GuardConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     rollouts: RolloutsConfig | None = Field(None, description="let the student write, and learn from the teacher there")
+    write: WriteConfig = Field(default_factory=WriteConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
 

@@ -882,6 +882,24 @@ def chat_ids(tokenizer: Tokenizer, turns: Sequence[Turn], *, bos: Bos = "auto") 
 _MARK = "stillroom7answer"
 
 
+def question_opening(tokenizer: Tokenizer, *, bos: Bos = "auto") -> tuple[list[int], set[int]]:
+    """The tokens that a chat template prints before a user's question, and those that end the question.
+
+    A system block that the template prints by itself is part of them.
+    """
+    text = _question_text(tokenizer, [Turn("user", _MARK)], "prompt")
+    before, mark, after = text.partition(_MARK)
+    if not mark or not before:
+        raise ConfigError(
+            "the chat template prints nothing before a question, so there is nothing to begin from",
+            where="write.start",
+            advice=["--set write.start=documents begins with texts"],
+        )
+    options = {"add_special_tokens": False, "split_special_tokens": False, "verbose": False}
+    ids = opened(list(tokenizer([before], **options)["input_ids"][0]), opening_ids(tokenizer, bos))
+    return ids, _first_special(tokenizer, after) | turn_end_ids(tokenizer)
+
+
 def turn_end_ids(tokenizer: Tokenizer) -> set[int]:
     """The special token that the chat template prints right after an answer; empty if it prints none."""
     if not tokenizer.chat_template:
@@ -893,6 +911,11 @@ def turn_end_ids(tokenizer: Tokenizer) -> set[int]:
     _before, mark, after = whole.rpartition(_MARK)
     if not mark or not after.strip():
         return set()
+    return _first_special(tokenizer, after)
+
+
+def _first_special(tokenizer: Tokenizer, after: str) -> set[int]:
+    """The special token that a print begins with; empty if it begins with none."""
     ids = list(tokenizer([after.lstrip()], add_special_tokens=False)["input_ids"][0])
     first = str(tokenizer.convert_ids_to_tokens(ids[0])) if ids else ""
     added = getattr(tokenizer, "added_tokens_decoder", {})

@@ -94,7 +94,7 @@ def open_checker(name: str) -> Check:
     """Look up a checker. What another package's function returns is checked at each call."""
     if name.startswith(REGEX):
         return _matches(re.compile(name.removeprefix(REGEX), re.DOTALL))
-    check = CHECKERS.find(name)
+    check: Check = CHECKERS.find(name)
     if CHECKERS.is_built_in(name):
         return check
 

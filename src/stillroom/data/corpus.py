@@ -22,7 +22,15 @@ from stillroom.data.chat import chat_writer
 from stillroom.data.loader import MixedRows, Part
 from stillroom.data.packing import Packing, Rows, pack
 from stillroom.data.records import ChatWriter, Record, Shaper, Tally, content_key
-from stillroom.data.sources import BUILTIN_PREFIX, checked, cut_text, data_suffix, embedded_records, read_spec
+from stillroom.data.sources import (
+    BUILTIN_PREFIX,
+    checked,
+    cut_text,
+    data_suffix,
+    embedded_records,
+    note_origin,
+    read_spec,
+)
 from stillroom.data.store import (
     StoredFile,
     digests_of,
@@ -299,6 +307,7 @@ class SpecReader:
         else:
             documents = self._in_memory(source, tally, is_evaluation=is_evaluation, splits_text=splits_text)
             tally.counters["records"] += len(documents)
+        note_origin(spec, tally)
         tally.judge(spec, self.config.max_bad_share)
         if not len(documents):
             why = f" that can be used: {tally.named_bad}" if tally.bad else ""
@@ -560,6 +569,11 @@ def _note_counts(tally: Tally) -> None:
         "unprinted_turns": "{:,} turns of others than the assistant are not printed by the chat template",
         "answers_without_end_mark": "{:,} answers are scored without an end mark: none was found after them",
         "ignored_tools": "{:,} chats come with tools, which are not given to the chat template",
+        "kept_ids": "{:,} answers are read in the very tokens they were written in",
+        "ids_of_another_vocabulary": "{:,} answers are tokenized again: their ids are of another vocabulary, and one "
+        "that was cut at a length is read as if it ended there",
+        "ids_of_another_text": "{:,} answers are tokenized again: their ids spell another text than stands there",
+        "unread_ids": "{:,} answers are tokenized again, for two tokenizers: their ids are not read",
         "straddling_tokens": "{:,} tokens hold both scored and unscored text and are not scored",
         "rows_without_targets": "{:,} rows are left out: no target in them is scored",
         "unpaired_chats": "{:,} chats are learned from the labels alone: the teacher's template cannot print them",

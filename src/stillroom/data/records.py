@@ -11,7 +11,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stillroom.config.schema import Layout
@@ -48,8 +48,21 @@ _NUM_BAD_NAMED = 3
 _NO_FIELDS = "has no known fields"
 
 
+_TOKENS = ("prompt_ids", "ids", "tokenizer")  # columns of what `stillroom write` wrote
+_MOST_ID = 2**31
+
+
 class Unusable(ValueError):
     """Raised for a record that cannot be used; the message is the reason in a few words."""
+
+
+@dataclass(frozen=True)
+class WrittenTokens:
+    """The tokens that a model read and wrote, with the hash of the vocabulary they are from."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    vocabulary: str
 
 
 @dataclass(frozen=True)
@@ -65,6 +78,7 @@ class Record:
     key: str
     group: str = ""
     has_template: bool = False  # a chat template printed it: parse special tokens in it
+    tokens: WrittenTokens | None = None  # the record as a model wrote it: never encoded again with that vocabulary
 
     @property
     def text(self) -> str:
@@ -212,6 +226,8 @@ class Shaper:
         if shape is None:
             raise Unusable(f"{_NO_FIELDS}, only {_listed(value)}")
         record = self._shaped(where, value, shape)
+        if all(name in value for name in _TOKENS):
+            record = replace(record, tokens=_tokens(value))
         self.tally.shapes[shape] += 1
         return record
 
@@ -257,9 +273,7 @@ class Shaper:
         return Record(where, segments, content_key(prompt + answer))
 
     def _chat(self, where: str, messages: object, name: str) -> Record:
-        if not isinstance(messages, list | tuple) or not messages:
-            raise Unusable(f"{name} is {_kind(messages)}, not a list of turns")
-        turns = tuple(self._turn(f"{name}, turn {number}", message) for number, message in enumerate(messages, 1))
+        turns = self.turns(messages, name)
         answers = [number for number, turn in enumerate(turns, 1) if turn.role == "assistant"]
         empty = [number for number in answers if turns[number - 1].is_empty_answer]
         if not self.train_on_prompt and not answers:
@@ -273,6 +287,12 @@ class Shaper:
         if not any(text for text, is_scored in segments if is_scored):
             raise Unusable("the chat has nothing to score")
         return Record(where, segments, chat_key(turns), has_template=has_template)
+
+    def turns(self, messages: object, name: str) -> tuple[Turn, ...]:
+        """The turns of a chat."""
+        if not isinstance(messages, list | tuple) or not messages:
+            raise Unusable(f"{name} is {_kind(messages)}, not a list of turns")
+        return tuple(self._turn(f"{name}, turn {number}", message) for number, message in enumerate(messages, 1))
 
     def _turn(self, where: str, message: object) -> Turn:
         if isinstance(message, Mapping) and "role" not in message and {"from", "value"} <= set(message):
@@ -304,6 +324,20 @@ class Shaper:
         if is_blank(text):
             raise Unusable(f"{name} is empty")
         return text
+
+
+def _tokens(value: Mapping[str, Any]) -> WrittenTokens | None:
+    """The ids of a record; None where its writer did not know them."""
+    prompt, answer, vocabulary = (value[name] for name in _TOKENS)
+    if answer is None:
+        return None
+    for name, ids in (("prompt_ids", prompt), ("ids", answer)):
+        is_list = isinstance(ids, list | tuple)
+        if not is_list or not all(type(one) is int and 0 <= one < _MOST_ID for one in ids):
+            raise Unusable(f"{name} is not a list of token ids")
+    if not answer or not isinstance(vocabulary, str):
+        raise Unusable("ids is empty" if not answer else f"tokenizer is {_kind(vocabulary)}, not a hash")
+    return WrittenTokens(tuple(prompt), tuple(answer), vocabulary)
 
 
 def _parts_joined(where: str, content: object) -> object:

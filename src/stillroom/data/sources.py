@@ -563,9 +563,30 @@ def read_files(spec: str, tally: Tally, columns: Collection[str] = ()) -> Iterat
 def note_unread(spec: str, paths: list[Path], tally: Tally) -> None:
     """Note the files of a folder that are not among those that are read."""
     folder = Path(spec).expanduser()
-    if folder.is_dir() and (others := sorted(set(_files(folder)) - set(paths))):
+    origins = {path.with_name(f"{path.name}{ORIGIN}") for path in paths}
+    if folder.is_dir() and (others := sorted(set(_files(folder)) - set(paths) - origins)):
         named = ", ".join(path.name for path in others[:_NUM_NAMED]) + (", ..." if len(others) > _NUM_NAMED else "")
         tally.note(f"{len(others):,} files of the folder {spec} are of no format that is read: {named}")
+
+
+ORIGIN = ".origin"  # of a file that `stillroom write` wrote: who wrote it, with which weights, how
+
+
+def note_origin(spec: str, tally: Tally) -> None:
+    """Note which model wrote the files of a spec, where they say so."""
+    if is_url(spec) or not is_files(spec):
+        return
+    for path, name in named_files(spec):
+        try:
+            about = json.loads(path.with_name(f"{path.name}{ORIGIN}").read_text(encoding="utf-8"))
+            writer, settings = about["writer"], about["settings"]
+            who = writer.get("model") or writer.get("served_model")
+            weights = f", weights {writer['weights']}" if "weights" in writer else ""
+            tally.note(f"{name} was written by {who}{weights}, at temperature {settings['temperature']:g}")
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            tally.note(f"{name}{ORIGIN} cannot be read: who wrote {name} is not known")
 
 
 def named_files(spec: str) -> list[tuple[Path, str]]:

@@ -12,19 +12,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from stillroom.core.errors import BrokenAtStart, ConfigError, DataError, foreign_errors
 from stillroom.core.files import reason_of
-from stillroom.data.records import Record, Tally
+from stillroom.data.records import Record, Tally, WrittenTokens
 
 if TYPE_CHECKING:
     from stillroom.data.two_tokenizers.encode import Paired
@@ -207,6 +208,14 @@ _ANCHORS = ("\n", "|", ".", "0", "a", "e", "x", "\u4e00")
 _BATCH_CHARACTERS = 1 << 20  # bounds memory: offsets are Python tuples
 
 
+def vocabulary_hash(tokenizer: Any) -> str:
+    """A hash of the mapping from tokens to ids."""
+    digest = hashlib.sha256()
+    for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])):
+        digest.update(f"{index}\t{token}\n".encode("utf-8", errors="surrogatepass"))
+    return digest.hexdigest()[:16]
+
+
 class Tokenizer(Protocol):
     """The part of a `transformers` tokenizer that is used here."""
 
@@ -365,7 +374,8 @@ class Encoder:
             pieces = self._pieces([record.text for record in batch], keeps_special=batch[0].has_template)
             for record, piece in zip(batch, pieces, strict=True):
                 piece, is_scored = self._bordered(record, piece)
-                yield self._finished(record, piece, is_scored)
+                document = self._finished(record, piece, is_scored)
+                yield document if record.tokens is None else self._as_written(document, record.tokens)
 
     def _bordered(self, record: Record, piece: _Piece) -> tuple[_Piece, npt.NDArray[np.bool_]]:
         """Tokens that end at every segment border where possible, and which of them are scored."""
@@ -457,6 +467,44 @@ class Encoder:
         return TokenizedRecord(
             record, np.array(ids, np.int32), num_bytes, flags, places, len(added), has_end_mark=not is_ended
         )
+
+    def _as_written(self, document: TokenizedRecord, tokens: WrittenTokens) -> TokenizedRecord:
+        """The document in the tokens that a model wrote, if they are of this vocabulary and spell its text.
+
+        Encoded again a text may be cut into other tokens, and one that was cut at a length would get an end mark.
+        """
+        record, ids = document.record, [*tokens.prompt, *tokens.answer]
+        reason = "unread_ids" if self.keeps_places else ""
+        reason = reason or ("ids_of_another_vocabulary" if tokens.vocabulary != self._vocabulary[0] else "")
+        if not reason and max(ids) > self._vocabulary[1]:
+            raise DataError(
+                f"token id {max(ids):,} is not in the vocabulary, whose hash the record has",
+                where=record.id,
+                advice=["the file is damaged: write it again with stillroom write"],
+            )
+        with _tokenizing():
+            spelled = str(self.tokenizer.decode(list(tokens.answer), skip_special_tokens=True)) if not reason else ""
+        if not reason and spelled.strip() not in record.text:
+            reason = "ids_of_another_text"
+        self.tally.counters[reason or "kept_ids"] += 1
+        if reason:
+            return document
+        num_same = num_shared(document.ids.tolist(), ids)
+        with _tokenizing():
+            rest = str(self.tokenizer.decode(ids[num_same:], skip_special_tokens=not record.has_template))
+        num_bytes = np.zeros(len(ids), np.int32)
+        num_bytes[:num_same] = document.num_bytes[:num_same]
+        num_bytes[num_same:] = bytes_between(rest, even_ends(rest, len(ids) - num_same))
+        is_scored = np.arange(len(ids)) >= len(tokens.prompt)
+        if all(flag for _, flag in record.segments):  # data.train_on_prompt
+            is_scored[document.num_opening :] = True
+        return TokenizedRecord(record, np.array(ids, np.int32), num_bytes, is_scored)
+
+    @cached_property
+    def _vocabulary(self) -> tuple[str, int]:
+        """The hash of the vocabulary, and its highest id."""
+        vocabulary = cast(Any, self.tokenizer).get_vocab()
+        return vocabulary_hash(self.tokenizer), int(max(vocabulary.values()))
 
     def _pieces(self, texts: list[str], *, keeps_special: bool = False) -> list[_Piece]:
         with _tokenizing():

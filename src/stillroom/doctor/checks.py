@@ -4,7 +4,8 @@ A check is a rule with a title whose outcome is also shown where it passes. It i
 that was resumed is judged as one:
 
 1. The held-out perplexity is below the configured bound, or below that of the student before training, and in either
-   case below the size of the vocabulary, which is the perplexity of a guess.
+   case below the size of the vocabulary, which is the perplexity of a guess. With another `eval.select`: what that
+   measures is better than before training.
 2. The objective held out is less than twice the objective in training, both at the same weights of the terms.
 3. No attempted step of the last epoch had a loss or gradient that is not finite.
 4. Every term that has a weight has a share in the objective, in every phase, and a term without weight has none.
@@ -51,6 +52,9 @@ class Finished:
     epoch_steps: int
     vocab_size: int = 0
     bits: Mapping[str, float | None] = field(default_factory=dict)
+    select: str = "perplexity"  # what the student was chosen by
+    rank: float | None = None  # by that, lower is better
+    rank_before: float | None = None
 
     @cached_property
     def case(self) -> Case:
@@ -79,8 +83,13 @@ def _outcome(passed: bool, value: float | None, bound: float | None, text: str) 
 
 
 @rule("result", title="held-out perplexity")
-def perplexity(run: Finished) -> Finding:
-    """Whether the student predicts the text. A student worse than a guess always fails."""
+def perplexity(run: Finished) -> Finding | None:
+    """Whether the student predicts the text. A student worse than a guess always fails.
+
+    One that is chosen by something else is held to a bound only where one is set.
+    """
+    if run.select != "perplexity" and not run.max_perplexity:
+        return None
     bound = run.max_perplexity or run.perplexity_before
     whose = "the bound set as eval.max_perplexity" if run.max_perplexity else "the student before training"
     if bound is None:
@@ -90,6 +99,17 @@ def perplexity(run: Finished) -> Finding:
     if is_guess:
         text += f"; a guess among all {format_count(run.vocab_size)} tokens has {format_count(run.vocab_size)}"
     return _outcome(run.perplexity < bound and not is_guess, run.perplexity, bound, text)
+
+
+@rule("result", title="better by eval.select")
+def selected(run: Finished) -> Finding | None:
+    """Whether the student is better than before training by what it was chosen by."""
+    if run.select == "perplexity":
+        return None
+    if run.rank is None or run.rank_before is None:
+        return _outcome(False, run.rank, run.rank_before, f"{run.select} is not known")
+    text = f"{run.select} {format_result(abs(run.rank))}, before training {format_result(abs(run.rank_before))}"
+    return _outcome(run.rank < run.rank_before, run.rank, run.rank_before, text)
 
 
 @rule("result", title="train and eval objective within 2x")

@@ -5,7 +5,6 @@ Equal sizes prove nothing and different sizes may be padding, so tokenizers are 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,14 +12,7 @@ import torch
 from torch import Tensor
 
 from stillroom.core.errors import BrokenAtStart, ConfigError
-
-
-def vocabulary_hash(tokenizer: Any) -> str:
-    """A hash of the mapping from tokens to ids."""
-    digest = hashlib.sha256()
-    for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])):
-        digest.update(f"{index}\t{token}\n".encode("utf-8", errors="surrogatepass"))
-    return digest.hexdigest()[:16]
+from stillroom.data.tokenize import vocabulary_hash as vocabulary_hash
 
 
 def num_ids(tokenizer: Any) -> int:

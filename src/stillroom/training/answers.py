@@ -98,6 +98,10 @@ def written(
     run: Run, model: Any, tokenizer: Any, prompts: Sequence[list[int]], between: Callable[[], None]
 ) -> list[Written]:
     settings, rows = run.config.eval, list[Written]()
+
+    def note(text: str) -> None:
+        run.log.write("note", text=text)
+
     for begin in range(0, len(prompts), _ROWS):
         between()
         part = prompts[begin : begin + _ROWS]
@@ -109,7 +113,7 @@ def written(
             num_tokens=len(tokenizer),
             max_new_tokens=settings.prompt_tokens,
             temperature=settings.temperature,
-            note=lambda text: run.log.write("note", text=text),
+            note=note,
         )
     return rows
 

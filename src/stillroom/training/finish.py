@@ -494,7 +494,7 @@ def _sentence(advice: Any) -> str:
 
 def _checks(run: Run, summary: dict[str, Any], events: tuple[Event, ...]) -> list[dict[str, Any]]:
     """The success criteria, judged from the event log, which has all starts of a resumed run."""
-    before = summary.get("student_before", {})
+    before, selection = summary.get("student_before", {}), selection_of(run.config)
     return success_checks(
         events,
         perplexity=summary["student"]["perplexity"],
@@ -503,6 +503,9 @@ def _checks(run: Run, summary: dict[str, Any], events: tuple[Event, ...]) -> lis
         min_share=run.config.eval.min_share,
         epoch_steps=run.loader.num_windows,
         vocab_size=run.student.vocab_size,
+        select=run.config.eval.select,
+        rank=selection.rank(as_number(summary["student"].get("selected"))),
+        rank_before=selection.rank(as_number(before.get("selected"))),
         bits={row: summary.get(row, {}).get("bits_per_byte") for row in ("student", "student_before", "teacher")},
     )
 

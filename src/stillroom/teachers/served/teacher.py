@@ -303,7 +303,7 @@ def open_server(section: TeacherConfig, tokenizer: Any, *, num_wanted: int, voca
     """A server that was asked the probe and answered rightly. `tokenizer` is the one that texts are read with."""
     assert section.server is not None
     client = Client(section.server, section.requests, key_of(section))
-    facts = _facts(client, section.requests.model)
+    facts = facts_of(client, section.requests.model)
     probe = Probe.of(tokenizer)
     wanted = section.requests.shape
     shapes = list(_SHAPES) if wanted == "auto" else [wanted]
@@ -338,7 +338,7 @@ def _no_shape(client: Client, failures: Sequence[str], last: ServerUnusable, sha
     )
 
 
-def _facts(client: Client, wanted: str | None) -> Facts:
+def facts_of(client: Client, wanted: str | None) -> Facts:
     """The model that is asked for, or the only one there is."""
     url = str(client.address)
     try:
