@@ -102,7 +102,7 @@ def test_a_setting_that_would_do_nothing_is_refused(stillroom: Command, world: P
 
 def test_resuming_what_is_no_run(stillroom: Command, tmp_path: Path) -> None:
     code, _out, err = stillroom("resume", str(tmp_path))
-    assert code == 2 and "no run" in " ".join(err.split())
+    assert code == 2 and "not a Stillroom run folder" in " ".join(err.split())
 
 
 def test_options_work_with_underscores(stillroom: Command, world: Path, tmp_path: Path) -> None:

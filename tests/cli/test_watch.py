@@ -105,4 +105,4 @@ def test_several_runs_share_one_page(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_the_second_of_two_folders_must_be_a_run_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = write_run(tmp_path / "a", num_steps=60)
     code, _, errors = run(capsys, "report", str(good), str(tmp_path / "b"))
-    assert code == 2 and "no run" in errors
+    assert code == 2 and "run folder" in errors

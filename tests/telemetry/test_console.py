@@ -379,7 +379,7 @@ def test_a_finished_run_ends_with_the_next_command(tmp_path: Path) -> None:
     told = last(tmp_path / "my run")
     (line,) = [line for line in told.splitlines() if "stillroom generate" in line]
     words = shlex.split(line[line.index("stillroom") :])
-    assert words == ["stillroom", "generate", str(tmp_path / "my run"), "--prompt", "it's the beginning of a text"]
+    assert words == ["stillroom", "generate", str(tmp_path / "my run"), "--prompt", "it's the beginning of a"]
     student = tmp_path / "my run" / "student"
     student.mkdir(parents=True)
     (student / "chat_template.jinja").write_text("{{ messages }}")

@@ -224,19 +224,20 @@ def chat(
     names = {"student": model} if against is None else {"student": model, "teacher": against}
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     where = find_device(device)
+    _say_to_person(f"loading {' and '.join(names.values())} ...")
     talks = {role: Conversation(open_writer(name, where, bos=wanted_bos(bos)), system) for role, name in names.items()}
     for role, talk in talks.items():
         if not talk.is_templated:
-            _note(f'the {role} has no chat template: turns are written as "user: ..." lines')
-    if sys.stdin.isatty():
-        echo(f"chat with {' and '.join(names.values())}; {_HELP}", err=True)
+            whose = role if against is not None else "model"
+            _note(f'the {whose} has no chat template: turns are written as "user: ..." lines')
+    _say_to_person(f"chat with {' and '.join(names.values())}\n{_HELP}")
     for question in _questions():
         if question in ("/clear", "/reset"):
             for talk in talks.values():
                 talk.reset()
             _say_to_person("the conversation was cleared")
         elif question == "/help":
-            echo(_HELP, err=True)
+            echo(_HELP, err=True, keep_lines=True)
         else:
             try:
                 _answer(talks, question, options, as_json)
@@ -247,12 +248,12 @@ def chat(
                 _say_to_person("the answer was stopped; ask on, or end with Ctrl-D")
 
 
-_HELP = "/help shows this, /clear forgets the conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer"
+_HELP = "/help shows this, /clear forgets the conversation\nCtrl-C stops an answer, /quit or Ctrl-D ends the chat"
 
 
 def _say_to_person(text: str) -> None:
     if sys.stdin.isatty():
-        echo(text, err=True)
+        echo(text, err=True, keep_lines=True)
 
 
 def _questions() -> Iterator[str]:

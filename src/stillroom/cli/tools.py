@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer import Context
 from typer.core import TyperGroup
 
 from stillroom.cli.main import (
@@ -367,7 +366,7 @@ _EVERY_SECONDS = 5.0
 class _WriteByDefault(TyperGroup):
     """`cache CONFIG --out DIR` means `cache write CONFIG --out DIR`."""
 
-    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words = [word for word in args if word != "--json"]  # may come before the subcommand
         if words and words[0] in self.commands:
             options = [word for word in args if word == "--json"]

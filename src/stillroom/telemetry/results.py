@@ -93,7 +93,7 @@ def summary_lines(summary: Fields, report: object = None, *, verbose: bool = Fal
     return lines
 
 
-_PROMPT_WIDTH = 40
+_PROMPT_WIDTH = 24
 
 
 def next_commands(folder: object, prompt: str = "") -> list[tuple[str, str]]:

@@ -248,7 +248,7 @@ def make_samples(run: Run) -> list[dict[str, str]]:
     if wanted and teacher is not None and not can_generate(teacher.model):
         note(f"no samples of the teacher: {type(teacher.model).__name__} has no generate method")
         teacher = None
-    with run.stages.stage("writing samples", wanted, unit="texts") as advance:
+    with run.stages.stage("writing samples", wanted, unit="texts", about=None if wanted else 0.0) as advance:
         for number in range(wanted):
             prompt, rest = beginning(rows, number * len(rows) // wanted)
             options: dict[str, Any] = {"max_new_tokens": run.budget.sample_tokens, "note": note}
