@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -387,8 +388,8 @@ app.add_typer(cache, name="cache")
 CacheFolder = Annotated[Path, typer.Argument(metavar="DIR", help="folder or address of a cache")]
 
 
-@cache.command()
-def write(
+@cache.command("write")
+def write_cache(
     config: Annotated[
         Path | None, typer.Argument(metavar="CONFIG", help="TOML or JSON file that names teacher and data")
     ] = None,

@@ -367,7 +367,7 @@ _WHY_ASKED = {
 
 
 def needs_fp32_weights(config: Config) -> bool:
-    """Whether FP16 weights would be refused: blocks are rounded from FP32, an adapter has FP32 parts, sar-meta takes small steps."""
+    """Whether FP16 weights would be refused: blocks are rounded from FP32, adapters are FP32, sar-meta's steps small."""
     student = config.student
     return student.adapter is not None or bool(student.quantise) or config.teacher.router.mode == "sar-meta"
 

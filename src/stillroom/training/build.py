@@ -211,6 +211,7 @@ def make_budget(config: Config, models: Models, corpus: Corpus, schedule: Schedu
         student=models.loaded_student.anatomy.num_parameters,
         teacher=teacher.num_parameters if teacher else 0,
         teacher_head=teacher.vocab_rows * teacher.width if teacher else 0,
+        written_tokens=held_out.num_prompts * held_out.prompt_tokens,
     )
     return plan_budget(
         work,

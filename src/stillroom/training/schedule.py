@@ -179,6 +179,7 @@ class Work:
     student: int  # parameters
     teacher: int = 0  # of a teacher that runs; 0 where stored answers stand for it
     teacher_head: int = 0  # of these, what is multiplied again with hidden states that were kept
+    written_tokens: int = 0  # by the student at each evaluation, as answers to prompts
 
     @property
     def steps(self) -> float:
@@ -193,6 +194,11 @@ class Work:
     def later_batch(self) -> float:
         """One batch of any later one, for which the teacher's answers are kept."""
         return 2.0 * self.batch_tokens * (self.student + self.teacher_head)
+
+    @property
+    def answers(self) -> float:
+        """The prompts that are answered at an evaluation."""
+        return 2.0 * _WRITTEN * self.written_tokens * self.student
 
     @property
     def allowed(self) -> float:
@@ -227,8 +233,8 @@ def plan_budget(
         all_of_them = work.first_batch + wished * work.later_batch
         affordable = min(for_evaluations / max(all_of_them, 1.0), first / max(work.first_batch, 1.0))
         chosen = min(max(1, int(affordable)), work.num_batches)
-    left = for_evaluations - chosen * work.first_batch
-    affordable = max(1, min(_MOST_EVALUATIONS, int(left / max(chosen * work.later_batch, 1.0))))
+    left = for_evaluations - chosen * work.first_batch - work.answers
+    affordable = max(1, min(_MOST_EVALUATIONS, int(left / max(chosen * work.later_batch + work.answers, 1.0))))
     every = eval_steps or max(1, math.ceil(work.num_steps / affordable))
     tokens = max(_SAMPLES_SHARE * work.allowed, _FREE_WORK) / max(2.0 * _WRITTEN * (work.student + work.teacher), 1.0)
     samples = min(num_samples, max(1, int(tokens) // _LEAST_TOKENS))

@@ -161,7 +161,7 @@ def step_kernels(
     ]
 
 
-def writing_kernels(config: Config, layout: Layout, answers: float, length: float) -> list[Kernels]:
+def writing_kernels(config: Config, layout: Layout, answers: float, length: int) -> list[Kernels]:
     """What writing the answers of a step asks of a GPU: each token of a batch of answers reads every weight once."""
     assert config.rollouts is not None
     dtype: Literal["half", "fp32"] = "fp32" if layout.mode == "fp32" else "half"
