@@ -367,7 +367,7 @@ _WHY_ASKED = {
 
 
 def needs_fp32_weights(config: Config) -> bool:
-    """Whether FP16 weights would be refused: blocks are rounded from FP32, adapters are FP32, sar-meta's steps small."""
+    """Whether FP16 weights would be refused: blocks round FP32, adapters are FP32, sar-meta steps are small."""
     student = config.student
     return student.adapter is not None or bool(student.quantise) or config.teacher.router.mode == "sar-meta"
 

@@ -298,7 +298,7 @@ class HalfMultiplier:
 class SplitMultiplier:
     """BF16 parts of FP32 or BF16 operands, FP32 results, on a CPU with BF16 units. No operand is copied."""
 
-    half = None  # the row kernels leave the gradient in FP32
+    half: torch.dtype | None = None  # the row kernels leave the gradient in FP32
 
     def __init__(self, products: Bf16Products) -> None:
         self._products = products
