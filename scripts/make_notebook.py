@@ -1,4 +1,4 @@
-"""Write docs/notebooks/t4.ipynb from the cells below, so that a change to it is read as text.
+"""Write docs/start/t4.ipynb from the cells below, so that a change to it is read as text.
 
 python scripts/make_notebook.py
 """
@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-PATH = Path(__file__).parents[1] / "docs" / "notebooks" / "t4.ipynb"
+PATH = Path(__file__).parents[1] / "docs" / "start" / "t4.ipynb"
 
 CELLS = [
     (
@@ -19,7 +19,7 @@ CELLS = [
 
 Choose a runtime with a GPU: Kaggle *Settings > Accelerator > GPU T4*, Colab *Runtime > Change runtime type*. Without a
 GPU the same cells run on the CPU with small settings. Models and text are those of the package; put yours into the
-third cell. The guide is `docs/t4.md`.
+third cell. The guide is `docs/guides/t4.md`.
 """,
     ),
     (
@@ -128,7 +128,7 @@ print(result.report_path)
         "markdown",
         """
 Never run on a real card by us. `python scripts/gpu_report.py --json report.json` in a clone of the repository writes
-what we would like to know from yours; see `docs/gpu.md`.
+what we would like to know from yours; see `docs/results/gpu.md`.
 """,
     ),
 ]

@@ -48,7 +48,7 @@ def configuration(page: str) -> str:
     """The file that the tutorial has its reader write."""
     found = re.search(r"```toml\n(# mine\.toml\n.*?)```", page, re.DOTALL)
     if found is None:
-        raise SystemExit("docs/tutorial.md has no block that begins with # mine.toml")
+        raise SystemExit("docs/start/tutorial.md has no block that begins with # mine.toml")
     return found[1]
 
 
@@ -74,7 +74,7 @@ def walk(place: Path) -> list[dict[str, object]]:
     install = f"{sys.executable} -m venv .venv && .venv/bin/pip install -q -c constraints.txt ."
     steps.append(timed("install", install, clone, path))
     path = f"{clone / '.venv' / 'bin'}:{path}"
-    (clone / "mine.toml").write_text(configuration((clone / "docs" / "tutorial.md").read_text(encoding="utf-8")))
+    (clone / "mine.toml").write_text(configuration((clone / "docs" / "start" / "tutorial.md").read_text(encoding="utf-8")))
     subprocess.run([sys.executable, "-c", NOTES], cwd=clone, check=True)
     return steps + [timed(name, command, clone, path) for name, command in STEPS]
 

@@ -17,13 +17,13 @@ figures: Any = importlib.import_module("figures")
 # Pages on which every figure is marked, and the numbers there that are no measurements.
 WHOLE = {
     "README.md": {"0.3", "0.7"},  # weights of kd and ce, held by tests/pages/test_readme.py
-    "docs/explanation.md": {
+    "docs/concepts/explanation.md": {
         "65,504",  # the largest FP16 number
         "2.5", "50,000", "340",  # a clamp, a vocabulary, and what follows: 50,000 / exp(5) = 337
         "100",  # steps of the run whose weights were counted
         "0.5",  # a temperature
     },
-    "docs/scaling.md": {
+    "docs/guides/scaling.md": {
         "1,024", "256",  # GPUs that are simulated
         "1", "2",  # per cent: what a test allows, an assumption
         "2.6", "2.13",  # versions of torch

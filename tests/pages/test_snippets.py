@@ -32,9 +32,9 @@ ALL = [snippet for page in snippets.PAGES for snippet in snippets.snippets(page)
 
 # Pages whose blocks of these languages another test runs from end to end.
 HELD = {
-    ("docs/api.md", "python"): "tests/api/test_api_page.py",
-    ("docs/extending.md", "python"): "tests/config/test_extensions.py",
-    ("docs/extending.md", "toml"): "tests/config/test_extensions.py",
+    ("docs/guides/python.md", "python"): "tests/api/test_api_page.py",
+    ("docs/guides/extending.md", "python"): "tests/config/test_extensions.py",
+    ("docs/guides/extending.md", "toml"): "tests/config/test_extensions.py",
 }
 HELD_COMMANDS = {
     "--import answers.jsonl": "tests/teachers/cache/test_importing.py",
@@ -323,12 +323,12 @@ def surroundings(page: str, reader: Path) -> dict[str, object]:
     def matrix(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).requires_grad_()
 
-    if page == "docs/objectives.md":
+    if page == "docs/concepts/objectives.md":
         return {
             "student_hidden": matrix(6, 8), "student_weight": matrix(11, 8), "teacher_hidden": matrix(6, 10),
             "teacher_weight": matrix(11, 10), "labels": torch.tensor([0, 3, -100, 10, 2, 5]),
         }  # fmt: skip
-    if page == "docs/router.md":
+    if page == "docs/concepts/router.md":
         settings = tiny.settings(reader, train__max_steps=2, train__eval_steps=2, teacher__router__mode="truth")
         settings |= {"teacher.model": str(reader / "models" / "moe"), "student.model": str(reader / "models/student")}
         from stillroom.training.distill import distill

@@ -110,7 +110,7 @@ class Registry(Generic[T]):
             raise ConfigError(
                 f"{name!r} is of type {type(thing).__name__}, which is no {self._noun}",
                 where=where,
-                advice=["docs/extending.md shows one of each kind"],
+                advice=["docs/guides/extending.md shows one of each kind"],
             )
 
     def _entries(self) -> dict[str, list[EntryPoint]]:

@@ -205,7 +205,7 @@ def plan_objectives(
                 raise ConfigError(
                     f"what was made for objectives.{name} is no objective of that name",
                     where=type(one).__qualname__,
-                    advice=["return an Objective(plan.name, plan.section) from `make`: docs/extending.md shows one"],
+                    advice=["return an Objective(plan.name, plan.section) from `make`: docs/guides/extending.md shows one"],
                 )
             made.append(one)
     return Planned(tuple(made))

@@ -159,7 +159,7 @@ def _number(where: str, value: Any) -> float:
 
 
 def _odd(where: str, what: str) -> DataError:
-    return DataError(what, where=where, advice=["docs/cache.md shows what each format looks like"])
+    return DataError(what, where=where, advice=["docs/guides/cache.md shows what each format looks like"])
 
 
 # -- matching them to rows ---------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def read_answers(path: Path, kind: str, tokenizer: Any) -> list[Given]:
         given = list(READERS[kind](path, spelt.find))
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{path} is not of the format {kind}: {error!r}", advice=["docs/cache.md shows what it looks like"]
+            f"{path} is not of the format {kind}: {error!r}", advice=["docs/guides/cache.md shows what it looks like"]
         ) from error
     if not given:
         raise DataError(f"{path} is empty", advice=["give a file with a record a line"])
