@@ -1,7 +1,7 @@
 """Compare or change the address of the repository, which `[project.urls]` of pyproject.toml holds.
 
-    python scripts/address.py --check    # exit code 1, and a line for each text with another address
-    python scripts/address.py URL        # write URL into every text that has the present address
+python scripts/address.py --check    # exit code 1, and a line for each text with another address
+python scripts/address.py URL        # write URL into every text that has the present address
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # A code host's address of a repository with our name, under any owner.
-ADDRESS = re.compile(r"https?://(?:github|gitlab)\.com/[\w.-]+/stillroom(?![\w-])|https?://codeberg\.org/[\w.-]+/stillroom(?![\w-])")
+ADDRESS = re.compile(
+    r"https?://(?:github|gitlab)\.com/[\w.-]+/stillroom(?![\w-])|https?://codeberg\.org/[\w.-]+/stillroom(?![\w-])"
+)
 
 
 def address() -> str:

@@ -74,7 +74,9 @@ def walk(place: Path) -> list[dict[str, object]]:
     install = f"{sys.executable} -m venv .venv && .venv/bin/pip install -q -c constraints.txt ."
     steps.append(timed("install", install, clone, path))
     path = f"{clone / '.venv' / 'bin'}:{path}"
-    (clone / "mine.toml").write_text(configuration((clone / "docs" / "start" / "tutorial.md").read_text(encoding="utf-8")))
+    (clone / "mine.toml").write_text(
+        configuration((clone / "docs" / "start" / "tutorial.md").read_text(encoding="utf-8"))
+    )
     subprocess.run([sys.executable, "-c", NOTES], cwd=clone, check=True)
     return steps + [timed(name, command, clone, path) for name, command in STEPS]
 

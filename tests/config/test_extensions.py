@@ -1,4 +1,4 @@
-"""Another package's objective, divergence and reader: the example of docs/guides/extending.md, installed and trained with."""
+"""Another package's objective, divergence and reader: the example of docs/guides/extending.md, installed and used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of the table in docs/guides/scaling.md: what it says works trains the student of one process, the rest is refused."""
+"""Laws of the table in docs/guides/scaling.md: what works trains the student of one process, the rest is refused."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "a few tokens of the teacher": ("plain", {"teacher.signal.kind": "top_k", "teacher.signal.k": 8}),
     "stored answers of the teacher": ("plain", {"teacher.cache": "auto"}),
-    "labels alone beside distilled text": ("plain", {"objectives.feature.weight": 0.1}),
+    "labels alone next to distilled text": ("plain", {"objectives.feature.weight": 0.1}),
     "a student of stacked experts": ("stacked", {}),
     "a student of experts in one matrix": ("matrix", {}),
     "a curriculum, packed rows, gradient checkpointing": (

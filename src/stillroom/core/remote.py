@@ -122,7 +122,7 @@ class Store:
         if parts.username or parts.password:
             raise ConfigError(
                 "the address of a store holds a name or a password",
-                advice=["stores read their keys from the environment, or from files of their own"],
+                advice=["stores read their keys from the environment, or from their own files"],
             )
         self.url = url
         try:
@@ -282,7 +282,7 @@ class Store:
             self._write(drop, name)
 
     def check_empty(self, names: Iterable[str]) -> None:
-        """Raise if any of these names is not one of our own hidden files."""
+        """Raise if any of these names is not a hidden file of Stillroom."""
         others = sorted(name for name in names if not name.startswith(f"{HIDDEN}/"))
         if others:
             raise ConfigError(

@@ -128,7 +128,7 @@ def _split_name(record: Mapping[str, Any], notes: list[str]) -> str:
 # -- gguf experts ----------------------------------------------------------------------------------
 # Read back GGUF files of experts that transformers does not read: mixtral and olmoe.
 #
-# Sizes and weights come from the file alone, and names and the order of rows are turned round by rules of their own,
+# Sizes and weights come from the file alone, and names and the order of rows are turned round by separate rules,
 # not by those of the writer: a mistake there must show as other logits.
 #
 # # H heads, D width of a head, W width of the model, E experts, F width of an expert
@@ -178,7 +178,7 @@ def read_network(library: Any, path: Path, family: str) -> Any:
         name for name in report.missing_keys if not (name == "lm_head.weight" and "output.weight" not in weights)
     ]
     if missing or report.unexpected_keys:
-        raise ValueError(f"it lacks {missing} and has {list(report.unexpected_keys)} beside")
+        raise ValueError(f"it lacks {missing} and has {list(report.unexpected_keys)} in addition")
     network.tie_weights()
     return network
 
@@ -420,7 +420,7 @@ def _add_tensor(writer: Any, library: Any, name: str, weight: Tensor, form: str,
     values = weight.detach().float().contiguous().numpy()
     own_form = _form_of(form, weight)
     if own_form != form:
-        notes.append(f"{name} is written in float16: its rows are no whole blocks of {_BLOCK}")
+        notes.append(f"{name} is written in float16: its rows are not whole blocks of {_BLOCK}")
     if own_form == "q8_0":
         kind = library.GGMLQuantizationType.Q8_0
         writer.add_tensor(name, library.quants.quantize(values, kind), raw_dtype=kind)

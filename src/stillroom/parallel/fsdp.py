@@ -9,7 +9,7 @@ because counts of all processes divided them before. The optimizer works on the 
 With `shard_size` below the number of processes, groups of so many hold a copy of the student each. Gradients are
 reduced inside a group after each micro-batch, and summed between the groups once a step.
 
-What is trained beside the student, the projectors of objectives, is whole in every process and its gradients are
+What is trained with the student, the projectors of objectives, is whole in every process and its gradients are
 summed once a step.
 """
 

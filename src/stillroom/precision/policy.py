@@ -24,7 +24,7 @@ from stillroom.precision.storage import Direct, Gathered, Master, Split, Stochas
 # -- budget ----------------------------------------------------------------------------------------
 # How many bytes a trained parameter takes, by part.
 #
-# Every budget asks here: the choice of a precision by the card's memory, and the choice of where snapshots are kept.
+# Every budget asks here: the choice of a precision by the GPU's memory, and the choice of where snapshots are kept.
 
 
 Moments = Literal["float32", "bfloat16"]
@@ -112,9 +112,9 @@ class LossScale:
 # FP16 matrix products on a CPU: FP16 in, FP32 inside, FP16 out.
 #
 # A CPU without native FP16 arithmetic multiplies half matrices up to 28 times slower than FP32 ones. A GPU reads
-# FP16, accumulates in FP32 and rounds once; doing the same with an FP32 product gives the same numbers as the card
+# FP16, accumulates in FP32 and rounds once; doing the same with an FP32 product gives the same numbers as the GPU
 # would (up to the order of summation) at FP32 speed, which makes the FP16 policies testable and usable without a
-# card.
+# GPU.
 
 
 _PRODUCTS = frozenset(
@@ -248,7 +248,7 @@ class Precision:
     def frozen_storage(self, asked: str = "auto") -> torch.dtype:
         """The dtype of matrices that are not trained: what was asked, or what is multiplied in.
 
-        With FP16 weights activations are FP16, so such a policy cannot have others beside them.
+        With FP16 weights activations are FP16, so such a policy cannot have others next to them.
         """
         own = torch.float16 if self.keeps_half_weights else self.compute_dtype or torch.float32
         dtype: torch.dtype = own if asked == "auto" else getattr(torch, asked)
@@ -332,7 +332,7 @@ POLICIES: dict[str, type[Precision]] = {
 # Which precision to train in, and the reason in a sentence.
 
 
-# Student state alone; the rest of the card belongs to the teacher, activations and the head.
+# Student state alone; the rest of the GPU belongs to the teacher, activations and the head.
 _STATE_SHARE = 0.5
 
 _WHY_ASKED = {
@@ -359,7 +359,7 @@ def choose(
     if num_parameters < 0:
         raise ConfigError(f"{num_parameters} parameters cannot be trained", where="num_parameters")
     if begun_in:
-        return _asked(begun_in, facts, why="the run began in it", advice=["--device cpu", "a card with native bf16"])
+        return _asked(begun_in, facts, why="the run began in it", advice=["--device cpu", "a GPU with native bf16"])
     if mode != "auto":
         return _asked(mode, facts, why="asked for", advice=["--precision fp16-mixed", "--precision auto"])
     if facts.kind == "cpu":

@@ -1,7 +1,7 @@
 """Which row kernel runs, and why.
 
 `plain` is PyTorch, operation by operation. `compiled` is C++ built on this machine for a CPU, and what torch.compile
-makes of the plain kernel for a CUDA card. `auto` takes the compiled one wherever it can be built and its numbers agree
+makes of the plain kernel for a CUDA GPU. `auto` takes the compiled one wherever it can be built and its numbers agree
 with the plain one's. The environment variable STILLROOM_KERNEL overrules `auto`.
 """
 
@@ -141,7 +141,7 @@ def _job(
     def head(logits: Logits) -> _Head:
         if tuple(logits.raw.shape) != (num_rows, num_columns) or logits.raw.stride(1) != 1:
             raise ValueError(
-                f"rows of the head: logits of shape {list(logits.raw.shape)} beside {list(student.raw.shape)}"
+                f"rows of the head: logits of shape {list(logits.raw.shape)} next to {list(student.raw.shape)}"
             )
         bias = None if logits.bias is None else address(logits.bias, num_columns)
         return _Head(logits.raw.data_ptr(), logits.raw.stride(0), bias, logits.scale, logits.softcap or 0.0)
@@ -202,18 +202,18 @@ def _code_of(divergence: Divergence | None) -> tuple[int, float] | None:
 # -- kernel inductor -------------------------------------------------------------------------------
 # The row kernel as torch.compile makes it: the plain kernel's formulas, fused into a few passes over the logits.
 #
-# On a card the plain kernel reads and writes a chunk 25 to 60 times, and every trip is one to main memory. Inductor
+# On a GPU the plain kernel reads and writes a chunk 25 to 60 times, and every trip is one to main memory. Inductor
 # joins these operations into loops over a row. It needs Triton there, which comes with torch for Linux and serves
-# cards from compute capability 7.0 on.
+# GPUs from compute capability 7.0 on.
 #
 # A compiled function belongs to one kind of pass: a divergence with its settings, a vocabulary, which gradients are
-# wanted. The number of rows may vary. Compiling takes half a minute on a card, so a process compiles a few kinds and
+# wanted. The number of rows may vary. Compiling takes half a minute on a GPU, so a process compiles a few kinds and
 # no more: a setting that moves with every step is left to the plain kernel, and so are kinds that come late.
 #
 # Legend: C rows, V vocabulary.
 
 
-LEAST_CAPABILITY = (7, 0)  # of a card, for Triton
+LEAST_CAPABILITY = (7, 0)  # of a GPU, for Triton
 _MOST_KINDS = 6  # dynamo gives a function up after eight
 _LEAST_ROWS = 2  # dynamo compiles sizes of 0 and 1 apart
 
@@ -350,7 +350,7 @@ def fault_of(path: Path) -> str:
         with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:
             details = os.fstat(file.fileno())
             if not stat.S_ISREG(details.st_mode):
-                return "is no regular file"
+                return "is not a regular file"
             doubt = _foreign(details)
             if doubt:
                 return doubt
@@ -393,7 +393,7 @@ def _prepare(folder: Path) -> str:
         for path in (*reversed(folder.parents), folder):  # one by one: `parents=True` would not pass on the mode
             path.mkdir(exist_ok=True, mode=stat.S_IRWXU)
         details = folder.lstat()
-        doubt = "is no folder" if not stat.S_ISDIR(details.st_mode) else _foreign(details)
+        doubt = "is not a folder" if not stat.S_ISDIR(details.st_mode) else _foreign(details)
         if not doubt and not os.access(folder, os.W_OK | os.X_OK):
             doubt = "cannot be written to"
         if doubt:
@@ -539,7 +539,7 @@ def choose_kernel(name: str = "auto", device: torch.device | None = None) -> Ker
     is_card = device is not None and device.type == "cuda"
     choice = _fused(device) if is_card and device is not None else _compiled()
     if asked == "compiled" and choice.name == "plain":
-        needed = "a torch with Triton, and a card of compute capability 7.0 or more" if is_card else "g++"
+        needed = "a torch with Triton, and a GPU of compute capability 7.0 or more" if is_card else "g++"
         raise ConfigError(
             f"the compiled kernel cannot be had: {choice.reason}",
             advice=[f"install {needed}", "set the kernel to plain"],
@@ -571,11 +571,11 @@ def _fused(device: torch.device) -> KernelChoice:
 
 
 def _doubt_of(device: torch.device) -> str:
-    """Why Triton cannot serve a card, as far as that is known without trying."""
+    """Why Triton cannot serve a GPU, as far as that is known without trying."""
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         least, own = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY, capability))
-        return f"the card has compute capability {own}, and Triton serves cards from {least} on"
+        return f"the GPU has compute capability {own}, and Triton serves GPUs from {least} on"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     return ""

@@ -49,7 +49,7 @@ class BufferPool:
         if device.type != "cpu" or num_bytes < self._least_kept_bytes:
             return torch.empty(shape, dtype=dtype, device=device)
         block = self._take(num_bytes)
-        lent = block[:num_bytes]  # an object of its own: torch holds it for as long as it holds the memory
+        lent = block[:num_bytes]  # a separate object: torch holds it for as long as it holds the memory
         weakref.finalize(lent, self._put, block).atexit = False
         return torch.from_numpy(lent).view(dtype).view(shape)
 
@@ -304,7 +304,7 @@ def _has_wide_results(device: torch.device, dtype: torch.dtype) -> bool:
         torch.mm(small, small, out_dtype=torch.float32)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError:  # not implemented, or not supported for this dtype on this card
+    except RuntimeError:  # not implemented, or not supported for this dtype on this GPU
         return False
     return True
 

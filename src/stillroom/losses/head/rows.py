@@ -48,7 +48,7 @@ TeacherRows = Logits | TopKSignal | SampledSignal
 class RowRecord:
     """Inputs and outputs of a kernel for each row. All of length C.
 
-    `kd_weights` and `ce_weights` multiply a row's values in the loss. A row whose teacher is no distribution is marked
+    `kd_weights` and `ce_weights` multiply a row's values in the loss. A row whose teacher has no distribution is marked
     in `is_bad`, has a kd of 0, and its kd weight is added to its ce weight.
     """
 
@@ -87,7 +87,7 @@ class RowPlan:
     wants_teacher: bool
     top_k: int = 0  # keep only so many of a dense teacher's tokens, and the mass of the rest
     rest_to_label: bool = False  # what a top-k teacher leaves over goes to the label
-    label_margin: float | None = None  # by how much the label leads where a dense teacher's top token is another
+    label_margin: float | None = None  # by how much the label leads where a dense teacher's top token differs
 
 
 class RowKernel(Protocol):
@@ -156,7 +156,7 @@ def sampled_rows(logits: Tensor, signal: SampledSignal, temperatures: Tensor, *,
 def keep_top_k(teacher_logits: Tensor, top_k: int, temperatures: Tensor) -> TopKSignal:
     """The top-k + tail view of a dense teacher's logits [C, V], each row at its own temperature.
 
-    A row that is no distribution is none afterwards either. More than V tokens are V tokens, and no tail.
+    A row that is not a distribution is none afterwards either. More than V tokens are V tokens, and no tail.
     """
     check_tensor("teacher_logits", teacher_logits, ["C", "V"], device=teacher_logits.device)
     check_tensor("temperatures", temperatures, [teacher_logits.shape[0]], device=teacher_logits.device)

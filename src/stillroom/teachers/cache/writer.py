@@ -156,7 +156,7 @@ class _Meter:
         self._done = self._asked = self._in_shard = self._num_bytes = 0
 
     def asked(self, num_tokens: int) -> None:
-        """So many tokens of the shard at hand were answered."""
+        """So many tokens of the present shard were answered."""
         self._asked += num_tokens
         self._in_shard += num_tokens
         self._report(min(self._done + self._in_shard, self._whole))
