@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT / "benchmarks" / "head"))
 RESULT = Path(__file__).parent / "results" / "newcomer.json"
 NOTES = (
     "import json, pathlib\n"
-    "pages = sorted(pathlib.Path('docs').glob('*.md'))\n"
+    "pages = sorted(pathlib.Path('docs').rglob('*.md'))\n"
     "lines = [json.dumps({'text': page.read_text()}) for page in pages]\n"
     "pathlib.Path('my-text').mkdir()\n"
     "pathlib.Path('my-text/notes.jsonl').write_text(chr(10).join(lines) + chr(10))\n"
