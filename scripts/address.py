@@ -26,7 +26,7 @@ def address() -> str:
 
 
 def texts() -> Iterator[Path]:
-    """Files of the repository that may hold the address: not the result files, and not this script's test."""
+    """Files of the repository that may hold the address: not the result files, and not the tests."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True
     )
@@ -54,7 +54,7 @@ def change(new: str) -> list[str]:
     for path in texts():
         text = path.read_text(encoding="utf-8")
         if own in text:
-            path.write_text(text.replace(own, new), encoding="utf-8")
+            path.write_text(re.sub(re.escape(own) + r"(?![\w-])", new, text), encoding="utf-8")
             changed.append(path.relative_to(ROOT).as_posix())
     return changed
 

@@ -203,8 +203,8 @@ def events() -> str:
         "# Events",
         MADE,
         "`events.jsonl` in a run's folder has one JSON object a line, each written whole. It is strict JSON: a value "
-        "that is not finite is `null` with a key `NAME_nonfinite` next to it that says `nan`, `inf` or `-inf`. Console, report, "
-        "`watch` and `diagnose` read nothing else. A program may rely on these keys; others may be added.",
+        "that is not finite is `null` and a key `NAME_nonfinite` says `nan`, `inf` or `-inf`. Console, report, `watch` "
+        "and `diagnose` read nothing else. A program may rely on these keys; others may be added.",
         "Every event has",
         keys_table(HEADER, {}),
         "and each entry of `terms` in `step` and `eval` has",
