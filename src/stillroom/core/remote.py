@@ -70,7 +70,7 @@ def as_url(place: object) -> str:
 
 
 def is_below(address: str, allowed: str | None) -> bool:
-    """Whether an address is an allowed one or lies below it. Names that lead up again lie below nothing."""
+    """Whether an address is an allowed one or lies below it. A name with `..` lies below nothing."""
     if not allowed or {"..", "."} & {*address.split("/")}:
         return False
     return as_url(address) == as_url(allowed) or as_url(address).startswith(f"{as_url(allowed)}/")

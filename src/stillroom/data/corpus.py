@@ -378,7 +378,7 @@ class Corpus:
 def open_data(
     config: DataConfig, tokenizer: Tokenizer, *, tell: Tell | None = None, teacher_tokenizer: Tokenizer | None = None
 ) -> Corpus:
-    """Read, split and encode a run's training and held-out data. `tell` is told about long work meanwhile.
+    """Read, split and encode a run's training and held-out data. `tell` is called during long work.
 
     If the teacher has its own tokenizer, each batch has the teacher's rows next to the student's.
     """

@@ -181,7 +181,7 @@ def _remote(url: str) -> list[Path]:
 
 @lru_cache(maxsize=64)
 def _copied(url: str) -> Path:
-    """Once a process: data that is read twice is the same, whatever becomes of the store."""
+    """Copy once per process, so that data that is read twice is the same even if the store changes."""
     return local_copy(url)
 
 

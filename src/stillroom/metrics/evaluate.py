@@ -1,4 +1,4 @@
-"""Assess a model without a run: its scores, size and speed."""
+"""Evaluate a model without a run: its scores, size and speed."""
 
 from __future__ import annotations
 

@@ -266,7 +266,7 @@ class Processes(Parallel):
         self._device = torch.device("cpu" if "gloo" in dist.get_backend_config() else "cuda")
 
     def beside(self) -> Processes:
-        """With a separate gloo group: whatever the other thread sends by NCCL or gloo, this one waits for no GPU."""
+        """Use a separate gloo group, so that this thread does not wait for what another sends by NCCL or gloo."""
         other = copy.copy(self)
         with peer_errors():
             other.group = dist.new_group(backend="gloo", timeout=self.timeout)

@@ -317,7 +317,7 @@ def is_sharded(parameter: nn.Parameter) -> bool:
 
 
 def _own_part(whole: Tensor, place: Tensor | None) -> Tensor:
-    """What this process holds of a whole tensor; the tensor itself where that is what it is already."""
+    """Return this process's part of a whole tensor, or the tensor itself where it is a part already."""
     if not isinstance(place, DTensor) or whole.shape != place.shape:
         return whole
     shape, offset = compute_local_shape_and_global_offset(place.shape, place.device_mesh, place.placements)

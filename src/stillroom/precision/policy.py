@@ -211,7 +211,7 @@ class Precision:
             self.scaler = self.scaler.after_overflow()
 
     def start_at(self, scale: float) -> None:
-        """Begin with a scale that was found by a probe; nothing is counted as good or bad by it."""
+        """Begin with a scale that a probe found, without counting a good or bad step."""
         self.scaler = replace(self.scaler, scale=scale, good_steps=0)
 
     @property

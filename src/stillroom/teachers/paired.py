@@ -1,4 +1,4 @@
-"""A teacher that reads the text in its own tokens: which tokens both models have, and what such a run cannot have."""
+"""A teacher with its own tokenizer: which tokens both models have, and what such a run refuses."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class PairedTeacher(Teacher):
         return None if found is None else self.comparable(found)
 
     def comparable(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Perplexity and the like are means over tokens, and its tokens differ."""
+        """Keep the metrics per byte: means over tokens cannot be compared, because its tokens differ."""
         intervals = {name: ends for name, ends in metrics.get("intervals", {}).items() if name in _PER_BYTE}
         kept = {name: value if name in _PER_BYTE else None for name, value in metrics.items()}
         return {**kept, "intervals": intervals}

@@ -296,7 +296,7 @@ def _free_bytes(device: torch.device, num_tokens: int) -> int:
 
 
 def forget_free_memory() -> None:
-    """Choose again at the next pass: for whoever ran out of memory."""
+    """Choose the chunk again at the next pass, after memory ran out."""
     _free_bytes.cache_clear()
 
 

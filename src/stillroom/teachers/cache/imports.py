@@ -1,4 +1,4 @@
-"""Log-probabilities of another program as the answers of a cache, believed only as far as they can be checked.
+"""Import another program's log-probabilities into a cache, after checking all that can be checked.
 
 Ids must spell what the file says they spell, values must be log-probabilities, and an answer must belong to the token
 it stands at: a file that is shifted by one trains without a complaint and teaches nonsense.

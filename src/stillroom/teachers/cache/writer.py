@@ -60,7 +60,7 @@ class ShardPlan:
 
     @property
     def name(self) -> str:
-        """From the keys: whoever plans the same rows gives the same name."""
+        """Name the shard by its keys, so that every process that plans the same rows uses the same name."""
         keys = "".join(sorted(row.key for row in self.rows))
         return hashlib.blake2b(keys.encode("ascii"), digest_size=12).hexdigest()
 

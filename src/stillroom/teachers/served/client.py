@@ -1,4 +1,4 @@
-"""Requests to a server: JSON over kept connections, repeated where that may help, and never against its wishes.
+"""Send JSON requests to a server over kept connections, and retry where that may help.
 
 Repeated: no connection, no whole answer in time, an answer cut short or that is not JSON, status 408, 429 and 5xx.
 Pauses double and are drawn at random, so that many clients do not come back at once. `Retry-After` holds for all
@@ -79,7 +79,7 @@ class Address:
 
 
 class _TimedReader(io.RawIOBase):
-    """Read a socket until a moment, whatever comes before it: a timeout of the socket restarts with each byte."""
+    """Read a socket until a deadline; the socket's own timeout restarts with each byte."""
 
     def __init__(self, sock: socket.socket, end: float) -> None:
         self._sock, self._raw, self._end = sock, sock.makefile("rb", buffering=0), end
@@ -307,7 +307,7 @@ class Client:
         )
 
     def _said(self, told: bytes) -> str:
-        """The server's own message, as far as it is short. Masked first: half a key would not be known any more."""
+        """Return the server's message, shortened. Masked first: half a key would not be recognised."""
         text = told[:4096].decode("utf-8", errors="replace")
         try:
             found = json.loads(told)
@@ -332,7 +332,7 @@ class _Twice(Exception):
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. The parser alone would keep the last of two values of a name, without a word."""
+    """Build a JSON object; raise where a name occurs twice, of which the parser alone would keep the last value."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise _Twice("an object of the answer has a name twice: one of its values would be lost")

@@ -129,7 +129,7 @@ def check_causal(one: Given, other: Given, changed: int, num_kept: int) -> None:
 
 
 def _top(entry: Entry, num_kept: int) -> Entry:
-    """Without the token that came where it is none of these: it differs in the other prompt."""
+    """The top tokens of an entry, without the prompt's own token where it is not one of them."""
     return dict(sorted(entry.items(), key=lambda item: (-item[1], item[0]))[:num_kept])
 
 
