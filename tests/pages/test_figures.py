@@ -27,7 +27,7 @@ WHOLE = {
         "100",  # steps of the run whose weights were counted
     },
     "docs/results/claims.md": set(),
-    "docs/guides/scaling.md": {
+    "docs/results/scaling.md": {
         "1,024", "256",  # GPUs that are simulated
         "1", "2",  # per cent: what a test allows, an assumption
         "2.6", "2.13",  # versions of torch
