@@ -213,7 +213,7 @@ def _code_of(divergence: Divergence | None) -> tuple[int, float] | None:
 # Legend: C rows, V vocabulary.
 
 
-LEAST_CAPABILITY = (7, 0)  # of a GPU, for Triton
+LEAST_CAPABILITY = (7, 0)  # of a card, for Triton
 _MOST_KINDS = 6  # dynamo gives a function up after eight
 _LEAST_ROWS = 2  # dynamo compiles sizes of 0 and 1 apart
 

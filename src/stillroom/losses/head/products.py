@@ -304,7 +304,7 @@ def _has_wide_results(device: torch.device, dtype: torch.dtype) -> bool:
         torch.mm(small, small, out_dtype=torch.float32)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError:  # not implemented, or not supported for this dtype on this GPU
+    except RuntimeError:  # not implemented, or not supported for this dtype on this card
         return False
     return True
 

@@ -87,7 +87,7 @@ class RowPlan:
     wants_teacher: bool
     top_k: int = 0  # keep only so many of a dense teacher's tokens, and the mass of the rest
     rest_to_label: bool = False  # what a top-k teacher leaves over goes to the label
-    label_margin: float | None = None  # by how much the label leads where a dense teacher's top token differs
+    label_margin: float | None = None  # by how much the label leads where a dense teacher's top token is another
 
 
 class RowKernel(Protocol):
