@@ -7,7 +7,7 @@ BENCH  := .venv-bench
 BENCH_STAMP := $(BENCH)/.stamp
 
 .PHONY: demo test test-slow check format bench bench-busy bench-gpu bench-demo bench-reliability bench-quality bench-keep \
-        bench-real bench-scale docs dist test-wheel test-lowest clean
+        bench-real bench-scale figures docs dist test-wheel test-lowest clean
 
 # Core and development tools in one step: the second resolution would cost more than it saves.
 $(STAMP): pyproject.toml constraints.txt
@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/stillroom distill --out runs/demo
 
-# Threads that sleep while they wait: beside other processes those that spin make the tests several times slower.
+# Threads that sleep while they wait: next to other processes those that spin make the tests several times slower.
 test test-slow: export OMP_WAIT_POLICY ?= passive
 
 test: $(STAMP)
@@ -38,7 +38,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The peers live in an environment of their own: nothing of theirs is ever a dependency of ours.
+# The peers live in a separate environment: nothing of theirs is ever a dependency of ours.
 $(BENCH_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(BENCH)
 	$(BENCH)/bin/python -m pip install --quiet -c constraints.txt torch
@@ -65,7 +65,7 @@ bench-busy: $(BENCH_STAMP)
 	$(BENCH)/bin/python benchmarks/training/bench_busy.py busy
 	$(BENCH)/bin/python benchmarks/training/bench_busy.py demo
 
-# Models of a card: nothing here needs one, but g++.
+# Models of a GPU: nothing here needs one, but g++.
 bench-gpu: $(BENCH_STAMP)
 	$(BENCH)/bin/python benchmarks/gpu/cost_model.py
 	$(BENCH)/bin/python benchmarks/gpu/memory_grid.py
@@ -102,16 +102,25 @@ bench-keep: $(BENCH_STAMP)
 bench-real: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/real/bench_real.py
 
-# Two and four processes on a quiet machine, about ten minutes; then many cards, simulated from that.
+# Two and four processes on a quiet machine, about ten minutes; then many GPUs, simulated from that.
 bench-scale: $(STAMP)
 	$(BIN)/python benchmarks/scale/bench_scale.py
 	$(BIN)/python benchmarks/scale/simulate.py
+
+# Writes what is generated on the pages: figures from the result files, the README's picture, the reference, the notebook.
+figures: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	$(BIN)/python benchmarks/demo/bench_demo.py draw
+	$(BIN)/python scripts/figures.py --write
+	$(BIN)/python scripts/reference.py
+	$(BIN)/python scripts/make_notebook.py
 
 # A site with search in build/docs. A link or anchor that leads nowhere is an error; with --quiet mkdocs would pass it.
 docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	$(BIN)/python scripts/reference.py --check
 	$(BIN)/python scripts/figures.py --check
+	$(BIN)/python scripts/address.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean
 	@echo "build/docs/index.html; browsers run the search from a server alone: python -m http.server -d build/docs"
 

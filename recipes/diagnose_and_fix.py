@@ -1,4 +1,4 @@
-"""The seeds' `python diagnose_and_fix.py --config FILE`. See README.md."""
+"""The guides' `python diagnose_and_fix.py --config FILE`. See README.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seeds' `python test_fp16_fix.py`: the four precision modes, and updates of FP16 weights. See README.md."""
+"""The guides' `python test_fp16_fix.py`: the four precision modes, and updates of FP16 weights. See README.md."""
 
 from __future__ import annotations
 

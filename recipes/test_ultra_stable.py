@@ -1,4 +1,4 @@
-"""The seeds' `python test_ultra_stable.py`: is this installation able to do it? See README.md. No test of pytest's."""
+"""The guides' `python test_ultra_stable.py`: is this installation able to do it? See README.md. No test of pytest's."""
 
 from __future__ import annotations
 

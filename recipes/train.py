@@ -1,4 +1,4 @@
-"""The seeds' `python train.py --config FILE`. See README.md."""
+"""The guides' `python train.py --config FILE`. See README.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seeds' `python train_sar_kd_ultra_stable.py`. See README.md."""
+"""The guides' `python train_sar_kd_ultra_stable.py`. See README.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Try every causal family of the installed transformers, and write docs/families.md.
+"""Try every causal family of the installed transformers, and write docs/reference/families.md.
 
     python scripts/families_page.py                       # all of them, some minutes
     python scripts/families_page.py --only llama mamba    # print these, write nothing
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, KEPT = ROOT / "docs" / "families.md", ROOT / "build" / "families.json"
+PAGE, KEPT = ROOT / "docs" / "reference" / "families.md", ROOT / "build" / "families.json"
 _LONG = 240
 
 

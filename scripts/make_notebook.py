@@ -1,4 +1,4 @@
-"""Write docs/notebooks/t4.ipynb from the cells below, so that a change to it is read as text.
+"""Write docs/start/t4.ipynb from the cells below, so that a change to it is read as text.
 
 python scripts/make_notebook.py
 """
@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-PATH = Path(__file__).parents[1] / "docs" / "notebooks" / "t4.ipynb"
+PATH = Path(__file__).parents[1] / "docs" / "start" / "t4.ipynb"
 
 CELLS = [
     (
@@ -17,68 +17,76 @@ CELLS = [
         """
 # Distil on one T4
 
-Choose a runtime with a GPU: Kaggle *Settings > Accelerator > GPU T4*, Colab *Runtime > Change runtime type*. Without a
-GPU the same cells run on the CPU with small settings. Models and text are those of the package; put yours into the
-third cell. The guide is `docs/t4.md`.
+Choose a runtime with a GPU: Kaggle *Settings > Accelerator > GPU T4*, Colab *Runtime > Change runtime type*. With a GPU
+this notebook distils SmolLM2-360M-Instruct into SmolLM2-135M-Instruct on a part of TinyStories, which takes a network.
+Without a GPU the same cells run on the CPU in a minute, with the models and the text of the package. Put your own names
+into the third code cell. The guide is `docs/guides/t4.md`.
 """,
     ),
     (
         "code",
         """
-# Install, where it is not installed yet. SOURCE is a folder, a wheel or the address of the repository.
+# Install from a wheel that you uploaded next to this notebook or as a Kaggle dataset; `make dist` in a clone builds it.
+import glob
 import importlib.util
 
-SOURCE = ""
 if importlib.util.find_spec("stillroom") is None:
-    assert SOURCE, "say in SOURCE where the package is"
-    !pip install --quiet {SOURCE}
+    wheels = glob.glob("stillroom-*.whl") + glob.glob("/kaggle/input/**/stillroom-*.whl", recursive=True)
+    assert wheels, "upload dist/stillroom-*.whl first"
+    !pip install --quiet {wheels[0]}
 !stillroom --version
 """,
     ),
     (
         "code",
         """
-# The card, and what it can do.
+# The GPU, and what it can do.
 import torch
 
-has_card = torch.cuda.is_available()
-if has_card:
-    card = torch.cuda.get_device_properties(0)
-    print(f"{card.name}, {card.total_memory / 1e9:.1f} GB, capability {card.major}.{card.minor}")
+has_gpu = torch.cuda.is_available()
+if has_gpu:
+    gpu = torch.cuda.get_device_properties(0)
+    print(f"{gpu.name}, {gpu.total_memory / 1e9:.1f} GB, capability {gpu.major}.{gpu.minor}")
 else:
-    print("no card: small settings on the CPU")
+    print("no GPU: the models of the package, and small settings, on the CPU")
 """,
     ),
     (
         "code",
         """
-# What to train. Any of these names may be a folder, a hub id or a file of yours.
+# What to train. A name may be a folder, a Hub id or a file of yours; delete max_records to read all of your data.
 from pathlib import Path
 
-TEACHER, STUDENT, DATA = "builtin:teacher", "builtin:student", "builtin:stdlib"
-STEPS, MINUTES = (600, 500) if has_card else (12, 10)
+if has_gpu:
+    TEACHER, STUDENT = "HuggingFaceTB/SmolLM2-360M-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"
+    DATA, STEPS, MINUTES = "hf:roneneldan/TinyStories", 300, 500
+    data = "max_records = 8000\\nmax_length = 512"
+    train = "batch_size = 8\\ngradient_accumulation_steps = 2"
+    evaluation = "max_batches = 32"
+else:
+    TEACHER, STUDENT, DATA, STEPS, MINUTES = "builtin:teacher", "builtin:student", "builtin:stdlib", 12, 10
+    data = "train_share = 0.01\\nmax_length = 64"
+    train = "batch_size = 8\\nlearning_rate = 4e-3"
+    evaluation = "max_batches = 2\\nsamples = 1\\nsample_tokens = 8"
 Path("run.toml").write_text(f\"\"\"
+preset = "base"
 [teacher]
 model = "{TEACHER}"
 [student]
 model = "{STUDENT}"
 [data]
 train = "{DATA}"
-train_share = {0.05 if has_card else 0.01}
-max_length = {128 if has_card else 64}
+{data}
 [train]
 max_steps = {STEPS}
-batch_size = 8
-learning_rate = 4e-3
+{train}
 [eval]
-max_batches = {32 if has_card else 2}
-samples = {3 if has_card else 1}
-sample_tokens = {48 if has_card else 8}
+{evaluation}
 \"\"\")
 """,
     ),
-    ("markdown", "Plan before anything is loaded, for the card of this page whether or not it is here."),
-    ("code", "# Memory by part, and what makes it fit.\n!stillroom plan run.toml --card T4 --quick"),
+    ("markdown", "Plan before anything is loaded, for a T4 whether or not there is one here."),
+    ("code", "# Memory by part, and what makes it fit.\n!stillroom plan run.toml --gpu T4 --quick"),
     (
         "markdown",
         "Measure the GPU: what it reaches, and how far the package's predictions are off. The block that it prints "
@@ -97,14 +105,14 @@ part = "" if torch.cuda.is_available() else "--part constants"
     (
         "markdown",
         """
-The run itself. It stops by itself before the session does, with everything saved; in the next session copy its folder
-back and call the same cell again.
+The run. It stops before the session does, with everything saved. In the next session copy its folder back and call the
+same cell again.
 """,
     ),
     (
         "code",
         """
-# Train, or go on where the folder holds an unfinished run.
+# Train, or continue where the folder holds an unfinished run.
 import stillroom
 from stillroom.core.errors import Interrupted
 
@@ -119,7 +127,7 @@ else:
     print(result)
 """,
     ),
-    ("markdown", "What came of it: the report is one file that works offline; the table has teacher and student."),
+    ("markdown", "The result: the report is one file that works offline; the table has teacher and student."),
     (
         "code",
         """
@@ -137,15 +145,15 @@ else:
     (
         "code",
         """
-# Let it write, and take it away: a Hugging Face folder with a model card, read back and compared.
-!stillroom generate runs/t4 --prompt "def main(" --max-new-tokens 24
+# Let it write, and export it: a Hugging Face folder with a model card, read back and compared.
+!stillroom generate runs/t4 --prompt "Once upon a time" --max-new-tokens 24
 !stillroom export runs/t4 --out exported/t4
 """,
     ),
     (
         "markdown",
         """
-Never run on a real card by us. `stillroom bench`, above, prints what we would like to know from yours: paste its block
+Never run on a GPU by us. `stillroom bench`, above, prints what we would like to know from yours: paste its block
 into an issue.
 """,
     ),

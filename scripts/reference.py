@@ -106,8 +106,8 @@ def configuration() -> str:
         "sets one on the command line and wins over the file, the file wins over `preset`, and a preset wins over the "
         "defaults here. An unknown key is an error; one that was given and that the run does not read is a note at the "
         "start, and an error with `--strict`. `stillroom presets NAME` prints a preset with its reasons.",
-        'Beside the sections a file may have `preset = "NAME"`. Objectives that other packages bring have sections '
-        "`objectives.NAME` of their own: [extending](../extending.md). Paths are relative to the "
+        'In addition to the sections a file may have `preset = "NAME"`. Objectives that other packages bring have '
+        "their own sections `objectives.NAME`: [extending](../guides/extending.md). Paths are relative to the "
         "current folder, not to the file.",
     ]
     for name, field in Config.model_fields.items():
@@ -203,8 +203,8 @@ def events() -> str:
         "# Events",
         MADE,
         "`events.jsonl` in a run's folder has one JSON object a line, each written whole. It is strict JSON: a value "
-        "that is not finite is `null` beside a key `NAME_nonfinite` that says `nan`, `inf` or `-inf`. Console, report, "
-        "`watch` and `diagnose` read nothing else. A program may rely on these keys; others may be added.",
+        "that is not finite is `null` and a key `NAME_nonfinite` says `nan`, `inf` or `-inf`. Console, report, `watch` "
+        "and `diagnose` read nothing else. A program may rely on these keys; others may be added.",
         "Every event has",
         keys_table(HEADER, {}),
         "and each entry of `terms` in `step` and `eval` has",

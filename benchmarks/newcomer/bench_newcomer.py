@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT / "benchmarks" / "head"))
 RESULT = Path(__file__).parent / "results" / "newcomer.json"
 NOTES = (
     "import json, pathlib\n"
-    "pages = sorted(pathlib.Path('docs').glob('*.md'))\n"
+    "pages = sorted(pathlib.Path('docs').rglob('*.md'))\n"
     "lines = [json.dumps({'text': page.read_text()}) for page in pages]\n"
     "pathlib.Path('my-text').mkdir()\n"
     "pathlib.Path('my-text/notes.jsonl').write_text(chr(10).join(lines) + chr(10))\n"
@@ -48,7 +48,7 @@ def configuration(page: str) -> str:
     """The file that the tutorial has its reader write."""
     found = re.search(r"```toml\n(# mine\.toml\n.*?)```", page, re.DOTALL)
     if found is None:
-        raise SystemExit("docs/tutorial.md has no block that begins with # mine.toml")
+        raise SystemExit("docs/start/tutorial.md has no block that begins with # mine.toml")
     return found[1]
 
 
@@ -74,7 +74,9 @@ def walk(place: Path) -> list[dict[str, object]]:
     install = f"{sys.executable} -m venv .venv && .venv/bin/pip install -q -c constraints.txt ."
     steps.append(timed("install", install, clone, path))
     path = f"{clone / '.venv' / 'bin'}:{path}"
-    (clone / "mine.toml").write_text(configuration((clone / "docs" / "tutorial.md").read_text(encoding="utf-8")))
+    (clone / "mine.toml").write_text(
+        configuration((clone / "docs" / "start" / "tutorial.md").read_text(encoding="utf-8"))
+    )
     subprocess.run([sys.executable, "-c", NOTES], cwd=clone, check=True)
     return steps + [timed(name, command, clone, path) for name, command in STEPS]
 

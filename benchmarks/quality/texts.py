@@ -1,4 +1,4 @@
-"""The laboratory's texts: the standard library at home, the C++ headers of torch as a niche far from it.
+"""The texts of the experiments: the standard library, the C++ headers of torch as a niche far from it.
 
 Both lie on every machine that can run the laboratory, so nothing is downloaded. What is held out is decided by the
 name of the package (Python) or folder (C++), halved into dev and test by the same rule: learning rates and
@@ -68,7 +68,7 @@ def documents(domain: str) -> dict[str, list[stdlib.Document]]:
     """The documents of a domain by side: train, dev, test."""
     found = [*stdlib.topics(), *stdlib.modules()] if domain == "python" else list(_headers())
     if not found:
-        raise SystemExit(f"this installation carries no {domain} text: the laboratory has nothing to learn from")
+        raise SystemExit(f"this installation carries no {domain} text: the experiments have nothing to learn from")
     sides: dict[str, list[stdlib.Document]] = {"train": [], "dev": [], "test": []}
     if domain == "cpp-near":
         sides["train"] = documents("cpp")["train"]

@@ -1,1 +1,1 @@
-"""What the recipes share: a seed's flags translated to a preset and settings of the one engine, and its lines."""
+"""What the recipes share: a guide's flags translated to a preset and settings of the one engine, and its lines."""

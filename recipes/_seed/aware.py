@@ -1,4 +1,4 @@
-"""The scripts of the student-aware seed: train.py and diagnose_and_fix.py, over its flat JSON configuration."""
+"""The scripts of the student-aware guide: train.py and diagnose_and_fix.py, over its flat JSON configuration."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ FLAGS = (
     Flag("learning-rate", "train.learning_rate", float, "peak learning rate"),
 )
 _BUILTIN = Names("builtin:teacher", "builtin:student", "builtin:stdlib")
-_MAX_PERPLEXITY = 100.0  # the seed's criterion for the first epoch
+_MAX_PERPLEXITY = 100.0  # the guide's criterion for the first epoch
 
 
 def _parser(description: str) -> argparse.ArgumentParser:
     parser = make_parser(description, FLAGS)
-    parser.add_argument("--config", required=True, type=Path, help="JSON file with the seed's keys")
+    parser.add_argument("--config", required=True, type=Path, help="JSON file with the guide's keys")
     parser.add_argument("--teacher-model", help="instead of the file's teacher_model")
     parser.add_argument("--student-model", help="instead of the file's student_model")
     parser.add_argument("--data", help="instead of the file's train_data")
@@ -35,7 +35,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
 
 
 def train(arguments: Sequence[str] | None = None) -> int:
-    options = read(_parser("Distil as train.py of the student-aware seed does."), arguments)
+    options = read(_parser("Distil as train.py of the student-aware guide does."), arguments)
     return main_of(lambda: order_of(options), options)
 
 
@@ -57,7 +57,7 @@ def order_of(options: argparse.Namespace) -> tuple[Order, Callable[[str], View]]
 
 
 def diagnose_and_fix(arguments: Sequence[str] | None = None) -> int:
-    parser = _parser("Look at a configuration of the seed: harmful settings, models, data and one real step.")
+    parser = _parser("Look at a configuration of the guide: harmful settings, models, data and one real step.")
     parser.add_argument("--quick", action="store_true", help="leave out the real step")
     parser.add_argument("--fixed", type=Path, metavar="FILE", help="write the configuration as TOML, settings changed")
     options = read(parser, arguments)

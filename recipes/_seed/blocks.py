@@ -1,4 +1,4 @@
-"""Blocks of lines that the seeds show, each from one record of the run."""
+"""Blocks of lines that the guides show, each from one record of the run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stillroom.telemetry.wording import as_number, format_percent
 
 Event = Mapping[str, Any]
 
-# What the NaN detector of the seed suggests, after what was found here.
+# What the NaN detector of the guide suggests, after what was found here.
 _SUGGESTED = (
     "Lower learning rate (try 1e-5 or lower)",
     "Reduce batch size",
@@ -79,7 +79,7 @@ def shape_lines(event: Event) -> list[str]:
 
 
 def component_lines(event: Event) -> list[str]:
-    """The terms of one of the first steps, which the seed counts from 0."""
+    """The terms of one of the first steps, which the guide counts from 0."""
     terms = event["terms"]
     kd, ce = terms.get("kd", {}), terms.get("ce", {})
     others = [
@@ -99,7 +99,7 @@ def component_lines(event: Event) -> list[str]:
 
 
 def scheduler_lines(start: Event) -> list[str]:
-    """The schedule in optimizer steps, each line with the word that the seed's grep looks for."""
+    """The schedule in optimizer steps, each line with the word that the guide's grep looks for."""
     schedule, train = start["schedule"], start["config"]["train"]
     size = int(schedule["gradient_accumulation"]) * int(schedule["processes"])
     steps, warmup, epoch = (int(schedule[key]) for key in ("optimizer_steps", "warmup_steps", "total_batches"))
@@ -117,7 +117,7 @@ def scheduler_lines(start: Event) -> list[str]:
 
 
 def stop_lines(error: StillroomError, fault: Event) -> list[str]:
-    """The end of a run that the guard halted at `fault`. What was found comes before what the seed suggests."""
+    """The end of a run that the guard halted at `fault`. What was found comes before what the guide suggests."""
     value = number(fault.get("evidence", {}), "loss")
     what = "NaN loss" if value in ("nan", "inf", "-inf", "-") else "An unusable step"
     where = f"{what} detected at step {fault.get('step', '-')}! Loss value: {value}. Training stopped..."

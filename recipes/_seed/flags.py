@@ -1,4 +1,4 @@
-"""Read a command line: the flags of a seed, and those that every recipe has. `--a_b` and `--a-b` are the same."""
+"""Read a command line: the flags of a guide, and those that every recipe has. `--a_b` and `--a-b` are the same."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from stillroom.cli.exit import with_dashes
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag of a seed that is one setting of ours."""
+    """A flag of a guide that is one setting."""
 
-    name: str  # as the seed writes it
+    name: str  # as the guide writes it
     key: str  # our setting
     kind: type
     help: str
 
 
 def make_parser(description: str, flags: Sequence[Flag] = ()) -> argparse.ArgumentParser:
-    """A parser of the seed's flags and of the common ones."""
+    """A parser of the guide's flags and of the common ones."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     for flag in flags:
         parser.add_argument(
@@ -31,14 +31,12 @@ def make_parser(description: str, flags: Sequence[Flag] = ()) -> argparse.Argume
     common = parser.add_argument_group("of every recipe")
     common.add_argument("--output-dir", metavar="DIR", help="folder of the run; an unfinished run there is continued")
     common.add_argument("--device", default="auto", help="cpu, cuda, cuda:1; auto takes a GPU where there is one")
-    common.add_argument("--seed", type=int, help="of weights, order and rounding")
+    common.add_argument("--seed", type=int, help="random seed")
     common.add_argument("--dry-run", action="store_true", help="five real steps with evaluation, save and report")
     common.add_argument(
-        "--letter-of-the-seed", action="store_true", help="do what the seed does, also where that is harmful"
+        "--letter-of-the-seed", action="store_true", help="do what the guide does, also where that is harmful"
     )
-    common.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="any setting of ours, repeatable"
-    )
+    common.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any setting, repeatable")
     common.add_argument("--inject", default="", help="faults on purpose, see `stillroom distill --help`")
     return parser
 

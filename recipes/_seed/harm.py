@@ -1,4 +1,4 @@
-"""Settings of the seeds that do harm: what each does, what is done instead, and how to have it all the same."""
+"""Settings of the guides that do harm: what each does, what is done instead, and how to have it all the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _VOCABULARY = 50_257  # of GPT-2, to say what a clamp does
 
 @dataclass(frozen=True)
 class Harm:
-    """One remedy of a seed. `letter` are the settings that do it; empty where the engine refuses to."""
+    """One remedy of a guide. `letter` are the settings that do it; empty where the engine refuses to."""
 
     what: str
     why: str
@@ -27,10 +27,10 @@ def settings_and_lines(harms: Sequence[Harm], *, is_letter: bool) -> tuple[dict[
         if is_letter and harm.letter:
             settings.update(harm.letter)
             shown = ", ".join(f"{key} = {value}" for key, value in harm.letter.items())
-            lines.append(f"letter of the seed: {harm.what} ({shown}); harmful: {harm.why}")
+            lines.append(f"letter of the guide: {harm.what} ({shown}); harmful: {harm.why}")
         else:
             offer = "--letter-of-the-seed does it" if harm.letter else "the engine does not offer it"
-            lines.append(f"harmful in the seed: {harm.what}: {harm.why}; here {harm.instead}; {offer}")
+            lines.append(f"harmful in the guide: {harm.what}: {harm.why}; here {harm.instead}; {offer}")
     return settings, lines
 
 
@@ -92,7 +92,7 @@ NAN_AS_ZERO = Harm(
     "the step is refused, and the run returns to its last good state",
 )
 RENORMALISED_TOP_K = Harm(
-    "the teacher's k likeliest tokens renormalised",
+    "the teacher's top k tokens renormalised",
     "the student learns that no other token can come",
     "the exact mass of all other tokens is kept",
 )

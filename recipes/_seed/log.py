@@ -1,4 +1,4 @@
-"""The JSON log of the ultra-stable seed: one object a line with its five keys, beside the run's own events."""
+"""The JSON log of the ultra-stable guide: one object a line with its five keys, next to the run's own events."""
 
 from __future__ import annotations
 

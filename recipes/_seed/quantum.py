@@ -1,4 +1,4 @@
-"""The script of the QuantumBench seed: a teacher, a student and a JSONL file of questions and answers."""
+"""The script of the QuantumBench guide: a teacher, a student and a JSONL file of questions and answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ALPHA, _MAX_LENGTH = 0.5, 256
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = make_parser("Distil as distill_quantumbench.py of the seeds does: preset quantumbench.", FLAGS)
+    parser = make_parser("Distil as distill_quantumbench.py of the guides does: preset quantumbench.", FLAGS)
     parser.add_argument("--teacher-model", default=_IN_THE_SEED.teacher, help="folder, adapter folder or hub id")
     parser.add_argument("--student-model-name", default=_IN_THE_SEED.student, help="folder or hub id")
     parser.add_argument("--data-path", default=_IN_THE_SEED.data, help="JSONL of questions and answers")
@@ -62,7 +62,7 @@ def order_of(options: argparse.Namespace) -> tuple[Order, Callable[[str], View]]
 
 
 def _mode(options: argparse.Namespace, remarks: list[str]) -> str:
-    """FP16 only where it is asked for and on a GPU, as in the seed."""
+    """FP16 only where it is asked for and on a GPU, as in the guide."""
     from stillroom.precision.device import find_device
 
     if not options.fp16:
@@ -74,7 +74,7 @@ def _mode(options: argparse.Namespace, remarks: list[str]) -> str:
 
 
 def _columns(path: Path) -> dict[str, Any]:
-    """The layout of a file of `instruction` and `response`, which is no shape of ours; empty for any other."""
+    """The layout of a file of `instruction` and `response`, which Stillroom does not read by itself; else empty."""
     if not path.is_file():
         return {}
     with path.open(encoding="utf-8", errors="replace") as file:

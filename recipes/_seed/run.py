@@ -1,4 +1,4 @@
-"""Carry out what a seed's command asks: build the configuration, say what is changed, run, and say how it ended."""
+"""Carry out what a guide's command asks: build the configuration, say what is changed, run, and say how it ended."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SET = "STILLROOM_RECIPE_SET"  # settings for every recipe, as words `key=value`
 
 @dataclass(frozen=True)
 class Order:
-    """What a seed's command asks of the engine. Later settings win: preset, file, flags, harm, environment, --set."""
+    """What a guide's command asks of the engine. Later settings win: preset, file, flags, harm, environment, --set."""
 
     name: str
     chosen: Chosen  # models and data

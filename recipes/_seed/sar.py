@@ -1,4 +1,4 @@
-"""The three scripts of the SAR seeds: stable, fp16-safe and ultra-stable. They differ in preset and clamps."""
+"""The three scripts of the SAR guides: stable, fp16-safe and ultra-stable. They differ in preset and clamps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FLAGS = (
     Flag("block_size", "data.max_length", int, "tokens in a row"),
 )
 _BUILTIN = Names("builtin:moe-teacher", "builtin:student", "builtin:stdlib")
-_ROUTER_RATE = 1e-5  # of the seeds
+_ROUTER_RATE = 1e-5  # of the guides
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ ULTRA_STABLE = Script(
 
 
 def main(script: Script, arguments: Sequence[str] | None = None) -> int:
-    parser = make_parser(f"Distil as {script.name}.py of the seeds does: preset {script.preset}.", FLAGS)
+    parser = make_parser(f"Distil as {script.name}.py of the guides does: preset {script.preset}.", FLAGS)
     parser.add_argument("--model-dtype", choices=DTYPES, help="of the student's weights; else as the preset says")
     parser.add_argument(
         "--autocast", action=argparse.BooleanOptionalAction, help="FP16 products with FP32 weights, or none"

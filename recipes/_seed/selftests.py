@@ -1,4 +1,4 @@
-"""The test scripts of the seeds: what they check of the installation, as trials with a verdict each."""
+"""The test scripts of the guides: what they check of the installation, as trials with a verdict each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stillroom.core.errors import SelftestFailed
 
 Trial = tuple[str, Callable[[], bool]]
 
-# What the seed's own check trains, cut to what a small machine does in seconds.
+# What the guide's own check trains, cut to what a small machine does in seconds.
 _SHORT_RUN = shlex.split(
     "--train_steps 5 --model_dtype float16 --per_device_batch_size 1 --grad_accum_steps 1 --eval_steps 5 "
     "--student_lr 1e-6 --temperature 1.2 --alpha_kd 0.01 --alpha_ce 0.99 --block_size 64 "
@@ -64,7 +64,7 @@ def short_run() -> bool:
 
 
 def four_modes() -> bool:
-    """The decision and the message of each of the seed's four modes."""
+    """The decision and the message of each of the guide's four modes."""
     from stillroom.precision.device import DeviceFacts
     from stillroom.precision.policy import choose
 

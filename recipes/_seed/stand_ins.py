@@ -1,7 +1,7 @@
-"""Models and data that stand in for those of a seed.
+"""Models and data that stand in for those of a guide.
 
-The seeds name models that are not part of this project, or name none. A name of the user's own is never replaced. The
-name that stands in a seed's command, or no name, is replaced by what the environment says, else by what ships with the
+The guides name models that are not part of this project, or name none. A name of the user's own is never replaced. The
+name that stands in a guide's command, or no name, is replaced by what the environment says, else by what ships with the
 package. A line says what was replaced.
 """
 
@@ -69,11 +69,11 @@ def choose(given: Names, in_the_seed: Names, builtin: Names) -> Chosen:
 
 
 def _words(role: str, name: str | None) -> str:
-    return f"the {role} {name}" if name else f"the seed's {role}"
+    return f"the {role} {name}" if name else f"the guide's {role}"
 
 
 def _left_alone(role: str, given: Names) -> str:
-    """The seed's own name beside a model of the user's: the engine fetches it, or says that it cannot."""
+    """The guide's own name with a model of the user's: the engine fetches it, or says that it cannot."""
     name, other = given.of(role), "student" if role == "teacher" else "teacher"
     if name is None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a recipe prints while its run goes on, from the run's events."""
+"""What a recipe prints during its run, from the run's events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stillroom.telemetry.wording import as_number, format_percent
 Event = Mapping[str, Any]
 
 _FIRST_STEPS = 5
-_EVERY = 25  # steps of an average in the fp16-safe seed
+_EVERY = 25  # steps of an average in the fp16-safe guide
 
 
 class View:
@@ -69,7 +69,7 @@ class View:
 
 
 class AverageView(View):
-    """The lines of the SAR and QuantumBench seeds: averages over some steps, and the validation perplexity."""
+    """The lines of the SAR and QuantumBench guides: averages over some steps, and the validation perplexity."""
 
     def __init__(self, device: str, greeting: str) -> None:
         super().__init__(device)
@@ -107,7 +107,7 @@ class AverageView(View):
 
 
 class CurriculumView(View):
-    """The lines of the student-aware seed: a progress line, the curriculum's weights, and each term raw and scaled."""
+    """The lines of the student-aware guide: a progress line, the curriculum's weights, and each term raw and scaled."""
 
     greeting = "Starting student-aware distillation..."
 
@@ -131,7 +131,7 @@ class CurriculumView(View):
             self._debug(event)
 
     def _debug(self, event: Event) -> None:
-        """The three blocks of the seed's debugging, for one step."""
+        """The three blocks of the guide's debugging, for one step."""
         step, terms = int(event["step"]), event["terms"]
         idle = {name: {"weight": 0.0} for name in event.get("idle_terms", ())}
         known = {**terms, **idle}

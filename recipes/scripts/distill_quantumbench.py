@@ -1,4 +1,4 @@
-"""The seeds' `python scripts/distill_quantumbench.py`, run from the folder above. See README.md there."""
+"""The guides' `python scripts/distill_quantumbench.py`, run from the folder above. See README.md there."""
 
 from __future__ import annotations
 

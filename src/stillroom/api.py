@@ -1,6 +1,6 @@
 """Distil, resume, evaluate and generate, with names or objects.
 
-Nothing heavy is imported before a function is called. See docs/api.md.
+Nothing heavy is imported before a function is called. See docs/guides/python.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every block of Python in docs/api.md runs, in the order of the page, in a folder with the files it names."""
+"""Every block of Python in docs/guides/python.md runs, in the page's order, in a folder with the files it names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "api.md"
+PAGE = Path(__file__).parent.parent.parent / "docs" / "guides" / "python.md"
 
 
 def blocks() -> list[tuple[int, str]]:

@@ -10,7 +10,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks" / "newcomer"))
 newcomer: Any = importlib.import_module("bench_newcomer")
-PAGE = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "start" / "tutorial.md").read_text(encoding="utf-8")
 
 
 def test_every_timed_command_stands_in_the_tutorial() -> None:

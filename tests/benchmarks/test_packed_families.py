@@ -30,7 +30,7 @@ def test_no_family_that_a_run_packs_has_another_loss() -> None:
 
 
 def test_the_page_names_each_family_that_is_refused() -> None:
-    page = re.sub(r"<!--.*?-->", "", (ROOT / "docs" / "data.md").read_text())
+    page = re.sub(r"<!--.*?-->", "", (ROOT / "docs" / "guides" / "data.md").read_text())
     refused = [name for name, one in FOUND["families"].items() if one["verdict"] == "refused"]
     assert refused and all(f"`{name}`" in page for name in refused)
     assert f"{FOUND['verdicts']['packed']} families" in page

@@ -41,7 +41,7 @@ def quantised_and_streamed(place: Place) -> Words:
     return place.distill(teacher__quantisation="int8", teacher__placement="stream")
 
 
-@case(TEACHERS, 20, "is no GGUF file")
+@case(TEACHERS, 20, "is not a GGUF file")
 def gguf_that_is_something_else(place: Place) -> Words:
     return place.distill(teacher__model=str(place.file("teacher.gguf", b"PK\x03\x04" * 64)))
 

@@ -1,4 +1,4 @@
-"""Another package's objective, divergence and reader: the example of docs/extending.md, installed and trained with."""
+"""Another package's objective, divergence and reader: the example of docs/guides/extending.md, installed and used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from stillroom.config.schema import DIVERGENCES, OBJECTIVES, READERS, Registry
 from stillroom.core.errors import ConfigError
 from stillroom.losses import divergences
 
-PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "extending.md"
 KEYS = {
     "objectives.kd.divergence": "hellinger",
     "objectives.loudness": {"weight": 0.1, "bound": {"start": 2.0, "end": 0.5}},

@@ -97,7 +97,7 @@ def test_figures_of_eval_stand_in_the_card_with_what_is_retained() -> None:
     assert "| perplexity | 20.3 (54.2 to 60.3) | 57.1 (54.2 to 60.3) | 35.6% |" in text
     assert (
         "| `arc_easy acc` | 0.440 | 0.310 (0.287 to 0.334) | 70.5% |" in text
-        and "`held.jsonl`, beside `builtin:teacher`" in text
+        and "`held.jsonl`, next to `builtin:teacher`" in text
     )
     assert "/home/ada" not in text
 

@@ -143,7 +143,7 @@ def test_a_file_that_was_cut_short_is_refused_with_both_sizes(file: Path, tmp_pa
 
 def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "foreign.gguf").write_bytes(b"\x80\x04 a pickle")
-    assert refused(tmp_path / "foreign.gguf", "is no GGUF file")
+    assert refused(tmp_path / "foreign.gguf", "is not a GGUF file")
 
 
 def test_an_architecture_that_cannot_be_read_is_refused_by_name(folder: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 figures: Any = importlib.import_module("figures")
-PAGE = figures.without_marks((ROOT / "docs" / "gpu.md").read_text(encoding="utf-8"))
+PAGE = figures.without_marks((ROOT / "docs" / "results" / "gpu.md").read_text(encoding="utf-8"))
 RESULTS = ROOT / "benchmarks" / "gpu" / "results"
 
 

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+import stillroom
 from stillroom.config import Config
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
 reference: Any = importlib.import_module("reference")
 
 
@@ -59,3 +61,14 @@ def test_every_option_says_what_it_means() -> None:
     rows = [line for line in reference.read("commands.md").splitlines() if line.startswith("| `")]
     assert len(rows) > 80
     assert [row for row in rows if row.rstrip("| ").count("|") < 3] == []
+
+
+def test_the_api_page_documents_every_public_name() -> None:
+    page = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
+    objects = {name: getattr(stillroom, name) for name in stillroom.__all__}
+    documented = {
+        name
+        for name, one in objects.items()
+        if f"::: {one.__module__}.{one.__qualname__}\n" in page or f"- {one.__qualname__}\n" in page
+    }
+    assert set(objects) - documented == {"Config"}, "settings have their own page"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-PAGE = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "scaling.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
 SLURM = next(text for _kind, text in BLOCKS if text.startswith("#!/bin/bash"))
 JOB, SERVICE = yaml.safe_load_all(next(text for kind, text in BLOCKS if kind == "yaml"))

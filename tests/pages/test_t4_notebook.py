@@ -53,7 +53,7 @@ def test_every_cell_runs_on_a_cpu(
     for cell in NOTEBOOK["cells"]:
         if cell["cell_type"] == "code":
             exec(compile(with_shell_lines("".join(cell["source"])), cell["id"], "exec"), names)
-    assert names["has_card"] is False
+    assert names["has_gpu"] is False
     summary = names["result"].summary
     assert summary["status"] == "done" and summary["steps"] == names["STEPS"]
     assert summary["student"]["perplexity"] < summary["student_before"]["perplexity"]

@@ -1,4 +1,4 @@
-"""Laws of the table in docs/scaling.md: what it says works trains the student of one process, the rest is refused."""
+"""Laws of the table in docs/guides/scaling.md: what works trains the student of one process, the rest is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from stillroom.parallel import Parallel
 from stillroom.training.distill import distill, resume
 
-PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "scaling.md"
 # Losses relative, weights absolute; norms relative to ten times the first. Half activations are rounded to 1/2048 or
 # 1/256 of themselves, and sums in another order round some of them to the neighbour. Moments in BF16 are rounded to
 # 1/256 by random numbers that are others in each process: three steps of at most 3e-3 differ by 3e-5.

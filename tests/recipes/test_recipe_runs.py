@@ -39,7 +39,7 @@ def test_harmful_settings_are_off_and_said_and_the_letter_of_the_seed_sets_them(
     words = ["--train_steps", "3", "--model_dtype", "float16"]
     sane = recipe("train_sar_kd_ultra_stable.py", *words)
     assert sane.config("guard")["logit_clamp"] == sane.config("guard")["loss_clamp"] == 0.0
-    assert sane.out.count("harmful in the seed: ") == 6 and "perplexity below 339.6" in sane.out
+    assert sane.out.count("harmful in the guide: ") == 6 and "perplexity below 339.6" in sane.out
     letter = recipe("train_sar_kd_ultra_stable.py", *words, "--letter-of-the-seed")
     guard = letter.config("guard")
     assert (guard["logit_clamp"], guard["loss_clamp"], guard["skip_grad_norm"]) == (2.5, 5.0, 2.0)
@@ -48,7 +48,7 @@ def test_harmful_settings_are_off_and_said_and_the_letter_of_the_seed_sets_them(
     assert letter.config("precision")["mode"] == "fp16-sr"
     assert "using FP16 training with stochastic rounding without gradient scaling" in letter.out
     assert all(step["loss_scale"] == 1.0 and step["clamped_fraction"] >= 0 for step in letter.events("step"))
-    assert letter.out.count("letter of the seed: ") == 6
+    assert letter.out.count("letter of the guide: ") == 6
 
 
 def test_a_nan_stops_the_quantumbench_script_with_what_was_found_and_what_the_seed_suggests(recipe: Recipe) -> None:

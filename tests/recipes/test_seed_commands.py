@@ -53,7 +53,7 @@ def test_the_sar_scripts_run_as_written(recipe: Recipe, line: str) -> None:
     found = re.search(average, ended.out)
     assert found and float(found[1]) == pytest.approx(float(found[2]) + float(found[3]), abs=2e-4)
     assert "Step 0: Validation PPL = " in ended.out and "New best model! PPL: " in ended.out
-    assert "harmful in the seed: logits clamped" in ended.out
+    assert "harmful in the guide: logits clamped" in ended.out
     assert ended.config("teacher")["router"]["mode"] == "sar"
     records = [json.loads(text) for text in (ended.folder / "training.jsonl").read_text().splitlines()]
     assert [set(record) for record in records] == [

@@ -1,11 +1,14 @@
-"""What a release needs beside the code: one version, a citation, a policy, templates and images that can be built."""
+"""What a release needs: one version and address, a citation, a policy, templates and images that can be built."""
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,6 +16,8 @@ import yaml
 import stillroom
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+address: Any = importlib.import_module("address")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 TEMPLATES = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
@@ -35,6 +40,34 @@ def test_the_citation_has_what_its_format_asks_for() -> None:
     assert {"cff-version", "message", "title", "authors"} <= set(citation)
     assert citation["license"] == PROJECT["license"]
     assert citation["abstract"] == PROJECT["description"]
+
+
+def test_every_text_has_the_address_of_the_project() -> None:
+    own = PROJECT["urls"]["Repository"]
+    mkdocs = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert f"repo_url: {own}\n" in mkdocs and citation["repository-code"] == own
+    assert address.others() == []
+
+
+def test_another_address_is_found_and_changed_everywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    own, new = address.address(), "https://example.org/me/stillroom"
+    page, project = tmp_path / "page.md", tmp_path / "pyproject.toml"
+    page.write_text(f"see {own}/issues and {own}-lab", encoding="utf-8")
+    project.write_text(f'[project.urls]\nRepository = "{own}"\n', encoding="utf-8")
+    monkeypatch.setattr(address, "ROOT", tmp_path)
+    monkeypatch.setattr(address, "texts", lambda: iter([page, project]))
+    assert address.others() == []
+    assert address.change(new) == ["page.md", "pyproject.toml"] and address.address() == new
+    assert page.read_text(encoding="utf-8").startswith(f"see {new}/issues")
+    page.write_text("see https://github.com/somebody/stillroom", encoding="utf-8")
+    assert address.others() == ["page.md: https://github.com/somebody/stillroom"]
+
+
+def test_the_workflow_runs_what_continuous_integration_runs() -> None:
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))["jobs"]
+    commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert commands == [".ci/run", "make docs"] and (ROOT / ".ci" / "run").stat().st_mode & 0o100
 
 
 @pytest.mark.parametrize("name", ["LICENSE", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md", "constraints.txt"])

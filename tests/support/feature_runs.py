@@ -48,7 +48,7 @@ SHARED = {
 GATES = {"teacher.router.every": 1, "teacher.router.load_balance_weight": 0.1, "teacher.router.entropy_weight": 0.01}
 SPANS = {"objectives.kd.weight": 0.0, "objectives.alm.weight": 0.5}
 
-# Feature as docs/scaling.md names it: the folder of models, and the settings.
+# Feature as docs/guides/scaling.md names it: the folder of models, and the settings.
 FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "kd and ce": ("plain", {}),
     "bf16-mixed": ("plain", {"precision.mode": "bf16-mixed"}),
@@ -77,7 +77,7 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "a few tokens of the teacher": ("plain", {"teacher.signal.kind": "top_k", "teacher.signal.k": 8}),
     "stored answers of the teacher": ("plain", {"teacher.cache": "auto"}),
-    "labels alone beside distilled text": ("plain", {"objectives.feature.weight": 0.1}),
+    "labels alone next to distilled text": ("plain", {"objectives.feature.weight": 0.1}),
     "a student of stacked experts": ("stacked", {}),
     "a student of experts in one matrix": ("matrix", {}),
     "a curriculum, packed rows, gradient checkpointing": (

@@ -128,7 +128,7 @@ def test_positions_taught_by_their_labels_are_told_once_and_counted(
 
 def test_the_tutorial_s_faults_end_as_it_says(shared_run: Runs) -> None:
     """Its command with the demo's own models is run by the tests of the pages."""
-    page = (Path(__file__).parents[2] / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "start" / "tutorial.md").read_text(encoding="utf-8")
     (faults,) = re.findall(r"--inject (\S+)", page)
     folder = shared_run(faults, **BASE).folder
     events = [(event["step"], event["action"]) for event in guard_events(folder)]

@@ -261,7 +261,7 @@ def _read_text(path: Path) -> str:
             )
         if path.stat().st_size > _MAX_BYTES:
             raise ConfigError(
-                f"{path} has {path.stat().st_size / 1e6:,.0f} MB and is no configuration",
+                f"{path} has {path.stat().st_size / 1e6:,.0f} MB and is not a configuration",
                 advice=["data goes to --data, a model to --teacher or --student"],
             )
         return path.read_bytes().decode("utf-8-sig")
@@ -270,7 +270,7 @@ def _read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{path} is not UTF-8 text: byte {error.start} is 0x{error.object[error.start]:02x}",
-            advice=["save it as UTF-8", "a model or data file is no configuration: see --teacher and --data"],
+            advice=["save it as UTF-8", "a model or data file is not a configuration: see --teacher and --data"],
         ) from None
 
 
@@ -501,7 +501,7 @@ def _section_keys(section: str) -> list[str]:
 # schema's defaults are not among them. A key without a rule is always read; `tests/config/test_given_settings.py` lists
 # those, so that a setting which is added gets a place.
 
-# The settings of objectives.kd that each built-in divergence takes. Members import torch, so this is said twice.
+# The settings of objectives.kd that each built-in divergence takes. Members import torch, so this is written twice.
 DIVERGENCE_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "jsd": ("beta",),
     "skew_forward_kl": ("alpha",),
@@ -531,7 +531,7 @@ def _is_loaded(c: Config) -> bool:
 
 
 def _needs_layout(c: Config) -> bool:
-    """Whether any source has no layout of its own, held-out data included."""
+    """Whether any source has no layout, held-out data included."""
     return bool(c.data.eval) or isinstance(c.data.train, str) or any(not one.has_layout for one in c.data.train)
 
 
@@ -713,8 +713,8 @@ def refuse_gaps(config: Config, *, also: frozenset[str] = frozenset(), roles: tu
     missing = [role for role in roles if needed[role] and role not in also and not _is_named(config, ROLES[role][0])]
     if missing:
         raise ConfigError(
-            f"{' and '.join(missing)} not given: {' and '.join(sorted(given))} of your own would be used with the "
-            "embedded toys",
+            f"{' and '.join(missing)} not given: your {' and '.join(sorted(given))} would be used with the embedded "
+            "demo models and text",
             where=", ".join(ROLES[role][0] for role in missing),
             advice=[
                 " ".join(f"{ROLES[role][1]} {role.upper()}" for role in missing)

@@ -97,7 +97,7 @@ class Registry(Generic[T]):
             raise ConfigError(
                 f"the {self._noun} {name!r} of {_origin(entry)} cannot be imported: {type(error).__name__}: {error}",
                 where=entry.value,
-                advice=["mend or update that package", "uninstall it, and leave the name out of the configuration"],
+                advice=["fix or update that package", "uninstall it, and leave the name out of the configuration"],
             ) from error
         self._check(name, thing, _origin(entry))
         return thing
@@ -109,9 +109,9 @@ class Registry(Generic[T]):
             )
         if not self._accepts(thing):
             raise ConfigError(
-                f"{name!r} is of type {type(thing).__name__}, which is no {self._noun}",
+                f"{name!r} is of type {type(thing).__name__}, which is not a {self._noun}",
                 where=where,
-                advice=["docs/extending.md shows one of each kind"],
+                advice=["docs/guides/extending.md shows one of each kind"],
             )
 
     def _entries(self) -> dict[str, list[EntryPoint]]:

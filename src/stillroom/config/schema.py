@@ -201,7 +201,7 @@ def check_url(url: str) -> None:
     except ValueError:
         is_known = False
     if not is_known:
-        raise ValueError("teacher.server is no address of a server: write http://HOST:PORT")
+        raise ValueError("teacher.server is not the address of a server: write http://HOST:PORT")
     if parts.username or parts.password or parts.query or parts.fragment:
         raise ValueError(
             "teacher.server holds more than scheme, host, port and path, and a run's configuration is written to its "
@@ -718,7 +718,7 @@ class DataConfig(Layout):
             try:
                 date.fromisoformat(value)
             except ValueError:
-                raise ValueError(f"{value!r} is no day: write it as 2026-01-31") from None
+                raise ValueError(f"{value!r} is not a date: write it as 2026-01-31") from None
         return value
 
     @field_validator("train", mode="before")
@@ -728,7 +728,7 @@ class DataConfig(Layout):
 
     @property
     def sources(self) -> tuple[SourceConfig, ...]:
-        """The sources of the training data. One without a layout of its own has that of the section."""
+        """The sources of the training data. One without a layout has that of the section."""
         if isinstance(self.train, str):
             return (self._with_layout(SourceConfig(path=self.train)),)
         return tuple(self._with_layout(source) for source in self.train)
@@ -885,7 +885,10 @@ class KdConfig(ObjectiveSection):
     divergence: Divergence = Field("forward_kl", description="forward_kl for base models; reverse_kl seeks modes")
     temperature: Temperature = Field(1.0, description="softens both sides; the term is multiplied by its square")
     beta: Share = Field(0.5, description="place of the mixture in jsd: 0 is forward, 1 is reverse KL; of alpha_beta")
-    alpha: Share = Field(0.1, description="share of its own side in a skewed KL; power of the teacher in alpha_beta")
+    alpha: Share = Field(
+        0.1,
+        description="share of the first distribution in the mixture of a skewed KL; power of the teacher in alpha_beta",
+    )
     interpolation: Share = Field(
         Ramp(start=0.4, end=1.0), description="taid: how far the target is on its way from student (0) to teacher (1)"
     )
@@ -1684,7 +1687,7 @@ FAULTS = {
     "lr_spike": "the learning rate is a thousand times too high",
     "disk_full": "the next checkpoint cannot be written",
     "kill": "the process is killed before the step, when its last checkpoint is whole",
-    "freeze": "the process is stopped before the step and does not go on, as one that hangs",
+    "freeze": "the process is stopped before the step and does not continue, as one that hangs",
     "kill_mid_update": "the process is killed while weights are written",
     "kill_while_writing": "the process is killed while a checkpoint's tensors are written",
     "kill_before_rename": "the process is killed before a checkpoint is renamed into place",

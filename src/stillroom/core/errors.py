@@ -161,7 +161,7 @@ class ServerUnusable(BrokenAtStart):
 
 
 class SelftestFailed(BrokenAtStart):
-    """Something is computed wrongly on this machine."""
+    """This machine computes something incorrectly."""
 
     title = "the self-test failed"
 
@@ -220,7 +220,7 @@ class CannotSave(StillroomError):
 
 
 class StudentDiffers(FinishedBadly, CannotSave):
-    """The folder of the student was written, and read again it is another model than the trained one."""
+    """The folder of the student was written, and read again it differs from the trained model."""
 
     title = "the student does not read back"
 
@@ -241,7 +241,7 @@ class InputsChanged(CheckpointUnusable):
 class ResumeDiffers(CheckpointUnusable):
     """A run that was killed and resumed is not the run that was not."""
 
-    title = "a resumed run is another run"
+    title = "resume is not bit-exact"
 
 
 class Interrupted(StillroomError):

@@ -52,14 +52,14 @@ def inside(folder: Path, name: str) -> Path:
     """The path of a name that a file, a manifest or a store gave. Raise for one that is not a plain name below.
 
     Every such name is joined here: `..`, an absolute path or a drive would lead anywhere, and a hidden name is that of
-    our own files beside those that are named.
+    a file that Stillroom keeps next to those that are named.
     """
     parts = name.split("/") if isinstance(name, str) else [""]
     if any(not part or part.startswith(".") or _UNFIT.search(part) for part in parts):
         raise OutsideName(
-            f"{name!r} is no name of a file within {folder}",
+            f"{name!r} is not the name of a file within {folder}",
             where="the name is from outside of this machine",
-            advice=["do not use what names it: nobody's ordinary program writes such a name"],
+            advice=["do not use what names it: ordinary programs do not write such a name"],
         )
     return folder.joinpath(*parts)
 

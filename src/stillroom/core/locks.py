@@ -204,6 +204,6 @@ def _namespace() -> str:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Lock a folder of our own; other processes wait."""
+    """Lock one of our folders; other processes wait."""
     with hold(folder / ".lock", waits=True):
         yield

@@ -112,7 +112,7 @@ def log1p_rest(x: Tensor) -> Tensor:
 def tail_log_mass(kept_log_probs: Tensor) -> Tensor:
     """Log of 1 minus the mass of the kept log-probs [..., K]; -inf where they sum to 1.
 
-    The difference is only as accurate as the rounding of the kept values. With the whole row at hand, sum the rest
+    The difference is only as accurate as the rounding of the kept values. With the whole row available, sum the rest
     directly: see `head_and_tail`.
     """
     kept = torch.logsumexp(kept_log_probs, dim=-1)

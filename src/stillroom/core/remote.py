@@ -70,7 +70,7 @@ def as_url(place: object) -> str:
 
 
 def is_below(address: str, allowed: str | None) -> bool:
-    """Whether an address is an allowed one or lies below it. Names that lead up again lie below nothing."""
+    """Whether an address is an allowed one or lies below it. A name with `..` lies below nothing."""
     if not allowed or {"..", "."} & {*address.split("/")}:
         return False
     return as_url(address) == as_url(allowed) or as_url(address).startswith(f"{as_url(allowed)}/")
@@ -122,7 +122,7 @@ class Store:
         if parts.username or parts.password:
             raise ConfigError(
                 "the address of a store holds a name or a password",
-                advice=["stores read their keys from the environment, or from files of their own"],
+                advice=["stores read their keys from the environment, or from their own files"],
             )
         self.url = url
         try:
@@ -282,7 +282,7 @@ class Store:
             self._write(drop, name)
 
     def check_empty(self, names: Iterable[str]) -> None:
-        """Raise if any of these names is not one of our own hidden files."""
+        """Raise if any of these names is not a hidden file of Stillroom."""
         others = sorted(name for name in names if not name.startswith(f"{HIDDEN}/"))
         if others:
             raise ConfigError(

@@ -201,7 +201,7 @@ class DenseSignal:
 
 @dataclass(frozen=True)
 class TopKSignal:
-    """The teacher's K likeliest tokens and the exact mass of the rest, at one temperature."""
+    """The teacher's top K tokens and the exact mass of the rest, at one temperature."""
 
     ids: Tensor  # [N, K]
     log_probs: Tensor  # [N, K]
@@ -223,7 +223,7 @@ class SampledSignal:
 
 @dataclass(frozen=True)
 class PairedSignal:
-    """The teacher's distribution at the scored positions of its own row, `batch.other`, in its own vocabulary."""
+    """The teacher's distribution at the scored positions of the row `batch.other`, in its own vocabulary."""
 
     hidden: Tensor  # [M, D]
     head: HeadWeights

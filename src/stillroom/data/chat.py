@@ -4,7 +4,7 @@ The segments joined are exactly the template's print. Scored: what it prints of 
 answer's turn. Not scored: what the template adds (headers, an empty thought, the line break after the end mark).
 
 - Answers are found by marks in a second print, never by their words.
-- A thought, in a field of its own or inside the content, is part of the answer, with the tags around it. What the
+- A thought, in a separate field or inside the content, is part of the answer, with the tags around it. What the
   template leaves out of an answer (thoughts of earlier turns) is counted.
 - The end mark is what the template prints between an answer and the opening of an answer that directly follows it,
   without trailing white space. The last answer of a chat may end differently (GPT-OSS); its mark is then everything
@@ -663,7 +663,7 @@ class TemplateChat:
         if self._runaways >= _MAX_RUNAWAYS:
             raise DataError(
                 f"the chat template cannot be used, {self._runaways} chats in a row: {error}",
-                advice=["mend chat_template in the model's folder", "write the chats as text yourself"],
+                advice=["fix chat_template in the model's folder", "write the chats as text yourself"],
             ) from error
 
     # -- spans ---------------------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ def held_out(groups: Digests, share: float, spec: str, *, enough: int = 1) -> Fl
     if len(distinct) < 2:
         raise DataError(
             f"{spec} holds one document only, so nothing of it can be held out",
-            advice=["give held-out data of its own as data.eval", "give more text"],
+            advice=["give separate held-out data as data.eval", "give more text"],
         )
     in_order = distinct[np.lexsort((distinct, shares[first]))]
     num_wanted = max(1, min(enough, len(distinct) // _SHARE_FOR_ENOUGH), num_below)
@@ -387,7 +387,7 @@ class Corpus:
 def open_data(
     config: DataConfig, tokenizer: Tokenizer, *, tell: Tell | None = None, teacher_tokenizer: Tokenizer | None = None
 ) -> Corpus:
-    """Read, split and encode a run's training and held-out data. `tell` is told about long work meanwhile.
+    """Read, split and encode a run's training and held-out data. `tell` is called during long work.
 
     If the teacher has its own tokenizer, each batch has the teacher's rows next to the student's.
     """

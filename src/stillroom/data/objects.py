@@ -183,5 +183,5 @@ def _line(record: Mapping[str, Any], number: int, role: str) -> bytes:
             return json.dumps(record).encode("ascii") + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
         raise _wrong(
-            role, f"has a value in record {number} that is no text, number, list or mapping: {error}"
+            role, f"has a value in record {number} that is not a text, number, list or mapping: {error}"
         ) from error

@@ -7,7 +7,7 @@ every token of the text but the first is a target exactly once.
 "blocks" joins the documents end to end and cuts the result: rows are full, and attention crosses documents. "rows"
 gives each document its own rows: a plain text longer than a row is cut into consecutive rows; a record with a prompt
 keeps only its first row, and what does not fit is left out and counted. "packed" puts several of those rows into one
-(`best_fit`); each is a piece of its own, which attention and positions do not leave.
+(`best_fit`); each is a separate piece, which attention and positions do not leave.
 
 # B rows of a batch, L positions, T tokens of all documents end to end, D documents, P pieces, R rows
 """
@@ -92,7 +92,7 @@ class Rows:
 
     @property
     def other_lengths(self) -> Ints:
-        """[R] Inputs of the teacher's row beside each row; empty where there is one tokenizer."""
+        """[R] Inputs of the teacher's row for each row; empty where there is one tokenizer."""
         if self.beside is None:
             return np.empty(0, np.int64)
         inputs = self.beside.lengths
@@ -267,7 +267,7 @@ class Rows:
         )
 
     def _paired(self, batch: Batch, rows: list[int]) -> Batch:
-        """The batch with the teacher's rows beside it, and the spans of both."""
+        """The batch with the teacher's rows, and the spans of both."""
         paired, beside = self._encoded.paired, self.beside
         assert paired is not None and beside is not None
         pieces = [range(row, row + 1) if self._firsts is None else range(*self._firsts[row : row + 2]) for row in rows]

@@ -139,7 +139,7 @@ class Tally:
             self.note(f"{unusable} and are left out: {named}")
             return
         share = min(1.0, -(-100 * num_bad // num_read) / 100)
-        advice = [f"mend or remove these records; the shapes read are {', '.join(SHAPES)}"]
+        advice = [f"fix or remove these records; the shapes read are {', '.join(SHAPES)}"]
         if any(bad.why.startswith(_NO_FIELDS) for bad in self.bad):
             advice.insert(
                 0,

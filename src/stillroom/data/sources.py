@@ -144,7 +144,7 @@ def locate(spec: str) -> list[Path]:
     try:
         is_there = path.exists()
     except OSError as error:  # not a valid file name
-        raise DataError(f"{spec[:80]} is no name of a file: {error.strerror}", advice=["check data.train"]) from error
+        raise DataError(f"{spec[:80]} is not a file name: {error.strerror}", advice=["check data.train"]) from error
     if path.is_dir():
         return _inside(path, spec)
     if is_there:
@@ -181,17 +181,17 @@ def _remote(url: str) -> list[Path]:
 
 @lru_cache(maxsize=64)
 def _copied(url: str) -> Path:
-    """Once a process: data that is read twice is the same, whatever becomes of the store."""
+    """Copy once per process, so that data that is read twice is the same even if the store changes."""
     return local_copy(url)
 
 
 def _inside(folder: Path, spec: str) -> list[Path]:
-    """The data files of a folder and its folders. Raise unless all have one format: a README.txt is no data."""
+    """The data files of a folder and its folders. Raise unless all have one format: a README.txt is not data."""
     paths = [path for path in _files(folder) if data_suffix(path) in READERS]
     if not paths:
         raise DataError(
             f"{spec} is a folder without data files",
-            advice=[f"it holds no {_read_suffixes()}, and is no folder of datasets.save_to_disk", "name a file"],
+            advice=[f"it holds no {_read_suffixes()}, and is not a folder of datasets.save_to_disk", "name a file"],
         )
     kinds = Counter(data_suffix(path) for path in paths)
     if len(kinds) > 1:
@@ -303,7 +303,7 @@ def _read_json(path: Path, name: str, tally: Tally) -> Iterator[Item]:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        advice = ["if each line is an object of its own, rename the file to .jsonl", "otherwise mend it at that place"]
+        advice = ["if each line is a separate object, rename the file to .jsonl", "otherwise fix it at that place"]
         raise DataError(f"{path} is broken JSON: {error}", advice=advice) from error
     if not isinstance(values, list):
         raise DataError(f"{path} holds no list of objects", advice=["write [{...}, {...}], or JSONL: an object a line"])
@@ -534,7 +534,7 @@ _NUM_NAMED = 3
 
 
 def is_files(spec: str) -> bool:
-    """Whether a spec that is no embedded corpus names data files, and no dataset."""
+    """Whether a spec that is not an embedded corpus names data files, and no dataset."""
     return is_url(spec) or (not spec.startswith(HUB_PREFIX) and not is_saved(Path(spec).expanduser()))
 
 

@@ -384,7 +384,7 @@ class TokenStore:
 
     def _tokenized(self, items: Sequence[Item], tally: Tally) -> list[Document]:
         """Make records of objects and tokenize them. The teacher's side of one tokenizer is empty."""
-        # Made anew for each batch: it keeps the teacher's print of every chat it has seen.
+        # Made again for each batch: it keeps the teacher's print of every chat it has seen.
         pair = None if self._two is None else PairEncoder.make(self._two, self.config, tally)
         write_chat = chat_writer(self.tokenizer, tally, self.config.day) if pair is None else pair.chats
         (source,) = self.config.sources

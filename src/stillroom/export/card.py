@@ -2,7 +2,7 @@
 
 Only what the run recorded is written, and figures with their intervals. Names and texts come from configurations and
 folders that others wrote, so they are cleaned and put between backticks. A local path is shortened to its last part:
-a card is published, the folders of the machine that trained are not.
+a model card is published, the folders of the machine that trained are not.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MOST_ROWS = 120
 _OWN_LABELS = frozenset(label for _key, label, _form in ASSESSMENT_ROWS)
 _LIMITS = (
     "It was measured on the held-out text named above and on nothing else: what it does elsewhere is not known.",
-    "A student repeats what its teacher gets wrong, and adds errors of its own.",
+    "A student repeats what its teacher gets wrong, and adds its own errors.",
     "Nothing was done to make its answers safe, and nothing was measured about that.",
 )
 
@@ -55,7 +55,7 @@ def model_card(
     evaluated: Evaluated | None = None,
     origin: Origin | None = None,
 ) -> str:
-    """The card in Markdown. `model` holds family, parameters, dtype, positions, bytes; `checked` what was compared.
+    """The model card as text. `model` holds family, parameters, dtype, positions, bytes; `checked` what was compared.
 
     `evaluated` are figures of `stillroom eval`; those of another student than the one exported are left out.
     """
@@ -155,7 +155,9 @@ def _usage(model: Mapping[str, Any]) -> str:
 
 def _provenance(config: Mapping[str, Any], summary: Mapping[str, Any], origin: Origin) -> str:
     if not config:
-        return "## Where it comes from\n\nNo record of a run was beside these weights, so nothing is said about it."
+        return (
+            "## Where it comes from\n\nNo record of a run was found with these weights, so nothing is known about it."
+        )
     train = section(config, "train")
     rows = [
         ("teacher", short_name(section(config, "teacher").get("model"))),
@@ -253,7 +255,7 @@ def _evaluated(evaluated: Evaluated) -> str:
         )
         cells = [teacher, student, row.retained or "-"] if has_teacher else [student]
         lines.append(f"| {_label(row.label)} | " + " | ".join(cells) + " |")
-    beside = f", beside {short_name(record.get('teacher_model'))}" if has_teacher else ""
+    beside = f", next to {short_name(record.get('teacher_model'))}" if has_teacher else ""
     told = (
         f"On {_measured_on(record)}{beside}, in float32, before it was written in the form of these files. "
         "In brackets 95 % intervals. Retained: of quality the share of the teacher's (perplexities and bits inverted), "

@@ -1,4 +1,4 @@
-"""Export a model: written beside its place, read back, compared, and only then moved there."""
+"""Export a model: written next to its place, read back, compared, and only then moved there."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def open_source(name: str) -> Source:
     notes: list[str] = []
     evaluated = read_evaluation(folder, notes)
     if evaluated.doubt:
-        notes.append("the card is without the figures of `stillroom eval`: the student has changed since then")
+        notes.append("the model card is without the figures of `stillroom eval`: the student has changed since then")
     config, versions = _mapping(record, "config"), _mapping(record, "versions")
     origin = Origin.of(config, local=_mapping(record, "paths").keys(), layers=_layers(folder, loaded))
     return Source(name, loaded, config, versions, summary, evaluated, origin, (*loaded.notes, *notes))
@@ -86,7 +86,7 @@ def _layers(folder: Path, student: LoadedModel) -> tuple[int, int] | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A run's record; empty if it is not there or not whole: the card then says less."""
+    """A run's record; empty if it is not there or not whole: the model card then says less."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -112,7 +112,7 @@ def _mapping(record: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 NUM_ROWS, LENGTH = 4, 64
 _TEXT = (16, 256)  # rows and their length, for what a quantised file loses
 _MAX_RECORDS = 32
-# Mean KL in nats. The largest difference of a logit is no measure here: a router that chooses another expert at one
+# Mean KL in nats. The largest difference of a logit is not a measure here: a router that chooses another expert at one
 # position moves it far.
 _ROUNDED = {"float32": 1e-6, "float16": 0.01, "bfloat16": 0.1, "q8_0": 0.1}
 _ROUNDED_BLOCKS = 2.0  # of fewer bits: what is lost is told, and only a model that is broken by it is refused
@@ -241,7 +241,7 @@ def refuse_changed(what: str, change: Difference, bound: float) -> None:
     raise CannotSave(
         f"{what}, read back, gives other logits: the largest difference is {change.largest:.3g} (bound {bound:g}); "
         "nothing was written",
-        advice=["try --format hf", "if that works, this architecture is not written rightly: please report it"],
+        advice=["try --format hf", "if that works, this architecture is not written correctly: please report it"],
     )
 
 
@@ -399,7 +399,7 @@ def _writer(format: Format) -> tuple[Writer, tuple[str, ...]]:
             from stillroom.export import onnx
 
             return onnx.write, onnx.FORMS
-    raise ConfigError(f"{format} is no format", where="--format", advice=["choose one of hf, gguf, onnx"])
+    raise ConfigError(f"unknown format {format}", where="--format", advice=["choose one of hf, gguf, onnx"])
 
 
 def write_folder(job: Job) -> tuple[Difference, Difference]:
@@ -498,7 +498,7 @@ def _check_place(out: Path, name: str, force: bool) -> None:
 
 @contextlib.contextmanager
 def _explained(out: Path) -> Iterator[None]:
-    """Turn errors of the writers, of which each library has its own, into one of ours."""
+    """Turn errors of the writers, of which each library has its own, into a StillroomError."""
     try:
         yield
     except (StillroomError, MemoryError):

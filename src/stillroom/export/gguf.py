@@ -131,7 +131,7 @@ def _split_name(record: Mapping[str, Any], notes: list[str]) -> str:
 # -- gguf experts ----------------------------------------------------------------------------------
 # Read back GGUF files of experts that transformers does not read: mixtral and olmoe.
 #
-# Sizes and weights come from the file alone, and names and the order of rows are turned round by rules of their own,
+# Sizes and weights come from the file alone, and names and the order of rows are turned round by separate rules,
 # not by those of the writer: a mistake there must show as other logits.
 #
 # # H heads, D width of a head, W width of the model, E experts, F width of an expert
@@ -181,7 +181,7 @@ def read_network(library: Any, path: Path, family: str) -> Any:
         name for name in report.missing_keys if not (name == "lm_head.weight" and "output.weight" not in weights)
     ]
     if missing or report.unexpected_keys:
-        raise ValueError(f"it lacks {missing} and has {list(report.unexpected_keys)} beside")
+        raise ValueError(f"it lacks {missing} and has {list(report.unexpected_keys)} in addition")
     network.tie_weights()
     return network
 

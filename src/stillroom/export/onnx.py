@@ -74,7 +74,7 @@ def _make_plain(network: Any) -> None:
 
 @contextlib.contextmanager
 def _explained(kind: str) -> Iterator[None]:
-    """Torch's exporter raises classes of its own for what it cannot follow, and its messages are pages."""
+    """Torch's exporter raises its own classes for what it cannot follow, and its messages are pages."""
     try:
         yield
     except torch.onnx.errors.OnnxExporterError as error:

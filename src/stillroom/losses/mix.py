@@ -75,7 +75,7 @@ class Plan:
     student: ModelDims
     teacher: ModelDims | None  # None where no term of the run needs the teacher
     kept: Sequence[int] | None = None  # the teacher's layers that a cut student consists of
-    matched: TokenMatch | None = None  # tokens of the same bytes, where each model has a tokenizer of its own
+    matched: TokenMatch | None = None  # tokens of the same bytes, where each model has its own tokenizer
     chunk_tokens: int = 0  # positions the head handles at once; 0: chosen
 
 
@@ -208,9 +208,11 @@ def plan_objectives(
             one = OBJECTIVES.find(name).make(plan)
             if not isinstance(one, Objective) or one.name != name or not one.terms:
                 raise ConfigError(
-                    f"what was made for objectives.{name} is no objective of that name",
+                    f"what was made for objectives.{name} is not an objective of that name",
                     where=type(one).__qualname__,
-                    advice=["return an Objective(plan.name, plan.section) from `make`: docs/extending.md shows one"],
+                    advice=[
+                        "return an Objective(plan.name, plan.section) from `make`: docs/guides/extending.md shows one"
+                    ],
                 )
             made.append(one)
     return Planned(tuple(made))

@@ -120,7 +120,7 @@ def taken_log_probs(targets: Tensor) -> RowLaw:
 
 
 def told_log_probs(targets: Tensor) -> RowLaw:
-    """The same law for a teacher: a row that is no distribution gives NaN, and has a gradient of 0."""
+    """The same law for a teacher: a row that is not a distribution gives NaN, and has a gradient of 0."""
 
     def law(logits: Tensor, part: slice) -> Tensor:
         logits, is_bad = usable(logits)
@@ -130,7 +130,7 @@ def told_log_probs(targets: Tensor) -> RowLaw:
 
 
 def usable(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """A teacher's logits with 0 in rows that are no distribution and without infinities, and which rows these are."""
+    """A teacher's logits with 0 in rows that are not distributions and without infinities, and which rows these are."""
     is_bad = ~torch.isfinite(torch.logsumexp(logits.detach(), -1))
     return torch.where(is_bad[:, None], torch.zeros_like(logits), logits).clamp_min(LOG_ZERO), is_bad
 
@@ -622,7 +622,7 @@ class GroupSums:
 
     @staticmethod
     def of(groups: Sequence[int], num_groups: int, size: int, device: torch.device) -> GroupSums:
-        """`size` is that of the head. Its rows beyond the tokenizer's ids are no tokens: they join the last group."""
+        """`size` is that of the head. Its rows beyond the tokenizer's ids are not tokens: they join the last group."""
         numbers = torch.tensor([*groups[:size], *[num_groups - 1] * (size - len(groups))])
         order = torch.argsort(numbers, stable=True)
         is_first = torch.cat([torch.ones(1, dtype=torch.bool), numbers[order].diff() > 0])

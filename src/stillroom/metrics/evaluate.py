@@ -1,4 +1,4 @@
-"""Assess a model without a run: its scores, size and speed."""
+"""Evaluate a model without a run: its scores, size and speed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Scores:
     peak_memory_gb: float | None = None
     questions: Mapping[str, Any] | None = None
     tasks: Mapping[str, Any] | None = None
-    kl_per_byte: float | None = None  # on spans; these only where the teacher has a tokenizer of its own
+    kl_per_byte: float | None = None  # on spans; these only where the teacher has another tokenizer
     text_agreement: float | None = None  # of greedy continuations, see `stillroom.metrics.questions`
     continued_prompts: int | None = None
 
@@ -115,7 +115,7 @@ def assess(
     questions: Path | None = None,
     tasks: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Yardsticks of a model on a text, and of a teacher if given, with size and speed of each.
+    """Metrics of a model on a text, and of a teacher if given, with size and speed of each.
 
     The folder of a run means its student. `questions` is a file of questions to answer, `tasks` are lm-eval's.
     """
@@ -254,7 +254,7 @@ def _check_documents(data: HeldOut, found: int) -> None:
 def _source(
     student: LoadedModel, beside: LoadedModel | None, coverage: Coverage | None, where: torch.device
 ) -> tuple[Teacher, int]:
-    """The model beside a student as its teacher, and the size of the student's vocabulary, or of the shared one."""
+    """The model next to a student as its teacher, and the size of the student's vocabulary, or of the shared one."""
     size = student.anatomy.vocab_rows
     if beside is None:
         return NO_TEACHER, size
@@ -277,7 +277,7 @@ _BY_TOKEN = frozenset(
 )
 _OWN_TOKENS = (
     "the models have different tokens: compare bits per byte, KL per byte and the agreement of what they write, as "
-    "text; perplexities, calibration and tokens a second are each of its own tokens, and agreement of tokens has no "
+    "text; perplexities, calibration and tokens a second count each model's own tokens, and agreement of tokens has no "
     "meaning"
 )
 

@@ -65,7 +65,7 @@ def open_tasks(names: Sequence[str], *, where: str = "--tasks") -> Tasks | None:
     from lm_eval.tasks import TaskManager
 
     with _quiet(), _explained(names):
-        manager = TaskManager(include_defaults=len(files) < len(names))  # the index of its own takes seconds
+        manager = TaskManager(include_defaults=len(files) < len(names))  # its own index takes seconds
         manager.load(list(names))
     return Tasks(tuple(names), manager)
 
@@ -95,7 +95,7 @@ def figures_of(values: Mapping[str, Any], better: Mapping[str, Any]) -> dict[str
 
 @contextmanager
 def _explained(names: Sequence[str]) -> Iterator[None]:
-    """A benchmark's settings and data are others': whatever its loader or scorer stumbles over is told as its own."""
+    """Report what a benchmark's loader or scorer raises as an error of that benchmark."""
     try:
         yield
     except (KeyError, ValueError, TypeError, LookupError, OSError, ImportError, AttributeError) as error:

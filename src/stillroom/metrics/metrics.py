@@ -1,6 +1,6 @@
-"""Yardsticks: measures of a model that do not depend on objective, weights or curriculum.
+"""Metrics of a model that do not depend on objective, weights or curriculum.
 
-Every yardstick is a ratio of sums, so it does not depend on the batches, and one formula gives the point estimate and
+Every metric is a ratio of sums, so it does not depend on the batches, and one formula gives the point estimate and
 each bootstrap resample. Sums are kept by document and documents are resampled, because tokens of one document are not
 independent (Efron and Tibshirani 1993, percentile intervals).
 
@@ -35,8 +35,8 @@ COLUMNS = (
     "bytes",  # of those targets
     "unscored",  # targets whose probability is not finite
     "kl",
-    "agree",  # the likeliest token is the teacher's
-    "in_top_k",  # the teacher's likeliest token is among the student's TOP_K
+    "agree",  # the top token is the teacher's
+    "in_top_k",  # the teacher's top token is among the student's TOP_K
     "shared",  # share of TOP_K that both have
     "accepted",  # sum over tokens of min(p, q), which is 1 - total variation
     "compared",  # positions at which both models gave a distribution
@@ -75,7 +75,7 @@ class Ledger:
         return float(self.totals[_PLACE[column]])
 
     def values(self) -> dict[str, float | None]:
-        """Each yardstick; None for a comparison without compared positions."""
+        """Each metric; None for a comparison without compared positions."""
         totals = self.totals
         is_compared = totals[_PLACE["compared"]] > 0
         unmeasured = frozenset({"kl_per_byte"}) if not totals[_PLACE["span_bytes"]] else frozenset()
@@ -86,7 +86,7 @@ class Ledger:
         }
 
     def intervals(self) -> dict[str, tuple[float, float]]:
-        """The 95 % percentile interval of each yardstick with a value; empty below MIN_DOCUMENTS documents."""
+        """The 95 % percentile interval of each metric with a value; empty below MIN_DOCUMENTS documents."""
         if self.num_documents < MIN_DOCUMENTS:
             return {}
         sums = np.stack(list(self._sums.values()))
@@ -109,7 +109,7 @@ AGAINST_TEACHER = frozenset({"kl", "agreement", "top5_agreement", "top5_overlap"
 
 
 def ratios(totals: Floats) -> dict[str, Floats]:
-    """The yardsticks of sums [..., F]; NaN where a denominator is 0."""
+    """The metrics of sums [..., F]; NaN where a denominator is 0."""
     column: Mapping[str, Floats] = {name: totals[..., place] for name, place in _PLACE.items()}
     bins = totals[..., len(COLUMNS) :].reshape(*totals.shape[:-1], 3, NUM_BINS)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):

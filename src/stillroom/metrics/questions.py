@@ -60,7 +60,7 @@ def read_questions(path: Path) -> list[Question]:
             found.append(_question(json.loads(line)))
         except (ValueError, TypeError, LookupError) as error:
             raise DataError(
-                f"a line is no question: {error}",
+                f"a line is not a question: {error}",
                 where=f"{path}:{number}",
                 advice=[
                     'a line is an object with "question" and "answer", and "choices" where there are some',
@@ -129,8 +129,10 @@ class Answered:
 
     questions: int
     too_long: int  # longer than the model's positions; they count as wrong
-    choice_accuracy: float | None  # the likeliest choice is the right one
-    choice_accuracy_by_byte: float | None  # the likeliest by log-probability over bytes, so that length does not matter
+    choice_accuracy: float | None  # the most likely choice is the right one
+    choice_accuracy_by_byte: (
+        float | None
+    )  # the most likely by log-probability over bytes, so that length does not matter
     exact_match: float | None  # what is written, normalised, is a right answer
     answer_perplexity: float | None  # of the first right answer, by token
     intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -234,7 +236,7 @@ def _written(network: Any, tokenizer: Any, asked: Sequence[tuple[list[int], bool
             texts[begin + piece.row] += piece.text
 
         write(network, tokenizer, [ids for ids, _ in part], add, max_new_tokens=max_new_tokens, stops=stops)
-    # A model without a template goes on to the next question: its answer is its first line.
+    # A model without a template continues with the next question: its answer is its first line.
     lines = [text.strip().splitlines() for text in texts]
     return [
         text.strip() if is_chat else (found[0] if found else "")
@@ -289,7 +291,7 @@ def text_agreement(
 def written(
     network: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], is_answer: Sequence[bool]
 ) -> list[bytes | None]:
-    """What a model writes greedily after each prompt, cut to NUM_BYTES; None where it could not go on."""
+    """What a model writes greedily after each prompt, cut to NUM_BYTES; None where it could not continue."""
     texts, ended = [""] * len(prompts), [""] * len(prompts)
 
     def add(piece: Piece) -> bool:

@@ -103,7 +103,7 @@ def logits_of(network: Any, ids: Tensor) -> Tensor:
 
 @contextmanager
 def in_main_memory(network: Any) -> Iterator[None]:
-    """In the body every weight and buffer is in main memory, numbers in FP32; after it, each as it was."""
+    """Keep every weight and buffer in main memory within the body, numbers in FP32; restore them after it."""
     tensors = [*network.parameters(), *network.buffers()]
     kept = [tensor.data for tensor in tensors]
     try:

@@ -147,7 +147,7 @@ class CompiledLayers(CompiledBody):
         return answer
 
     def _refuse(self, reason: str) -> None:
-        """One layer as it is means all of them: the log then says what runs."""
+        """Run every layer uncompiled if one must, so that the log can say what runs."""
         if not all(layer.is_usable for layer in self._layers):
             return
         for layer in self._layers:

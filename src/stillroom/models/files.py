@@ -607,7 +607,7 @@ def _tensors(path: Path) -> list[tuple[str, str, Path, int, int]]:
             if name != "__metadata__"
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BrokenAtStart(f"{path} is no safetensors file: {reason_of(error)}", advice=["get it again"]) from error
+        raise BrokenAtStart(f"{path} is not a safetensors file: {reason_of(error)}", advice=["get it again"]) from error
 
 
 def _json_hash(value: Any) -> str:

@@ -82,7 +82,7 @@ class Sampling:
 # -- text ------------------------------------------------------------------------------------------------
 
 _CONTEXT = 8  # tokens decoded before a new one
-_BROKEN = "\ufffd"  # what bytes that are no character yet are decoded to
+_BROKEN = "\ufffd"  # what bytes that are not a character yet are decoded to
 
 
 def decoded(tokenizer: Any, ids: Sequence[int]) -> str:
@@ -407,7 +407,7 @@ class _Group(BaseStreamer):  # type: ignore[misc]
     def write(self, model: Any, settings: dict[str, Any]) -> None:
         """Write until every row has ended.
 
-        Rows go on in step, and one beyond the model's last position would fail. So when a row has filled the
+        Rows continue in step, and one beyond the model's last position would fail. So when a row has filled the
         positions, `generate` is called again for the others.
         """
         limit = num_positions(model)

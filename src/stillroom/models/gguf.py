@@ -163,7 +163,7 @@ class GgufHeader:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Raise if the file is no GGUF file, or ends in the middle of its header."""
+    """Raise if the file is not a GGUF file, or ends in the middle of its header."""
     try:
         stamp = path.stat()
         return _read(path, stamp.st_size, stamp.st_mtime_ns)
@@ -177,7 +177,7 @@ def _read(path: Path, num_bytes: int, _stamp: int) -> GgufHeader:
         begin = opened.read(len(MAGIC))
         if begin != MAGIC:
             raise BrokenAtStart(
-                f"{path} is no GGUF file: it begins with {begin!r}, not with {MAGIC!r}", advice=[_AGAIN]
+                f"{path} is not a GGUF file: it begins with {begin!r}, not with {MAGIC!r}", advice=[_AGAIN]
             )
         reader = _Reader(opened, path, num_bytes)
         version = reader.number("I")

@@ -75,7 +75,7 @@ def _every_head(states: Tensor, query: Tensor) -> Tensor:
 def _attend_in_the_open(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scaling: float | None
 ) -> tuple[Tensor, Tensor]:
-    """The same attention with its probabilities, in FP32 and before dropout: noise is no part of what is matched.
+    """The same attention with its probabilities, in FP32 and before dropout: noise is not part of what is matched.
 
     `mask` is that of packed rows, True where a position may look; None: causal.
     """
@@ -144,7 +144,7 @@ def _is_plain(config: Any) -> bool:
 
 
 # -- packed ----------------------------------------------------------------------------------------
-# Rows that hold several texts: positions and attention that begin anew with each.
+# Rows that hold several texts: positions and attention that restart with each.
 #
 # A model gets the position of each token in its own text. One that uses our maskless attention also gets the mask,
 # which is causal and block-diagonal; any other builds its own mask from the positions, with its windows and chunks.
@@ -226,7 +226,7 @@ def num_positions(model: Any) -> int | None:
     """The most positions a row may have; None if the model has no such limit.
 
     A scaled rotary embedding counts with its factor. A sliding window bounds what a position sees and not the length of
-    a row, so it is no limit.
+    a row, so it is not a limit.
     """
     config = model.config.get_text_config()
     table = int(getattr(config, "max_position_embeddings", 0) or 0)

@@ -71,7 +71,7 @@ class Parallel:
         """Called before `place`: parts of weights stay as they are, and are cast to this when they are gathered."""
 
     def prepare(self, optimizer: AdamW) -> None:
-        """Called when the run is built, and again after a window that was given up for want of memory."""
+        """Called when the run is built, and again after a window that was given up because memory ran out."""
 
     def seed(self, seed: int, attempted: int) -> None:
         """Called before the first forward of an attempt."""
@@ -266,7 +266,7 @@ class Processes(Parallel):
         self._device = torch.device("cpu" if "gloo" in dist.get_backend_config() else "cuda")
 
     def beside(self) -> Processes:
-        """With a gloo group of its own: whatever the other thread sends by NCCL or gloo, this one waits for no card."""
+        """Use a separate gloo group, so that this thread does not wait for what another sends by NCCL or gloo."""
         other = copy.copy(self)
         with peer_errors():
             other.group = dist.new_group(backend="gloo", timeout=self.timeout)

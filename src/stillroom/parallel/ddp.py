@@ -99,7 +99,7 @@ class Replicated(Processes):
     def mean_of_norms(self, squares: dict[str, Tensor]) -> dict[str, Tensor]:
         """Every process has the same gradients: the sum over processes of these shares is one process's norm.
 
-        A gradient that is spoilt in one process alone spoils the norm of all, and all refuse the step.
+        A gradient that is damaged in one process alone damages the norm of all, and all refuse the step.
         """
         return {name: square / self.size for name, square in squares.items()}
 

@@ -9,7 +9,7 @@ because counts of all processes divided them before. The optimizer works on the 
 With `shard_size` below the number of processes, groups of so many hold a copy of the student each. Gradients are
 reduced inside a group after each micro-batch, and summed between the groups once a step.
 
-What is trained beside the student, the projectors of objectives, is whole in every process and its gradients are
+What is trained with the student, the projectors of objectives, is whole in every process and its gradients are
 summed once a step.
 """
 
@@ -317,7 +317,7 @@ def is_sharded(parameter: nn.Parameter) -> bool:
 
 
 def _own_part(whole: Tensor, place: Tensor | None) -> Tensor:
-    """What this process holds of a whole tensor; the tensor itself where that is what it is already."""
+    """Return this process's part of a whole tensor, or the tensor itself where it is a part already."""
     if not isinstance(place, DTensor) or whole.shape != place.shape:
         return whole
     shape, offset = compute_local_shape_and_global_offset(place.shape, place.device_mesh, place.placements)

@@ -80,7 +80,7 @@ def _in_files(state: Mapping[str, Tensor], most: int) -> dict[str, int]:
 
 @contextmanager
 def _quiet_log() -> Iterator[None]:
-    """Without what torch logs of its own internals."""
+    """Without what torch logs about its internals."""
     logger = logging.getLogger("torch.distributed.checkpoint")
     level = logger.level
     logger.setLevel(logging.ERROR)

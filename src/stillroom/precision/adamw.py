@@ -65,7 +65,7 @@ class _Cell:
 
     @property
     def scratch_bytes(self) -> int:
-        """What an update of this parameter needs beside what is kept."""
+        """What an update of this parameter needs in addition to what is kept."""
         each = self.storage.scratch_bytes
         each += 2 * self.first.scratch_bytes if self.first.values.dtype != torch.float32 else 0
         each += 4 if self.known_gradient.dtype != torch.float32 else 0
@@ -77,7 +77,7 @@ class _Cell:
         return self.first.values.numel()
 
     def accumulate(self, parameter: Tensor) -> None:
-        """Move a fresh gradient into the FP32 sum: an FP16 sum would drop what is small beside it."""
+        """Move a fresh gradient into the FP32 sum: an FP16 sum would drop what is small compared with it."""
         if self.leaves_gradient:
             return
         assert parameter.grad is not None
@@ -150,7 +150,7 @@ class AdamW:
                 yield cell.name, cell.gradient
 
     def leave_gradients(self, is_left: bool) -> None:
-        """Whether the next backward leaves FP16 gradients where they are, beside the FP32 sums of those before."""
+        """Whether the next backward leaves FP16 gradients where they are, next to the FP32 sums of those before."""
         for cell in self._all_cells():
             cell.leaves_gradient = is_left
 
@@ -286,7 +286,7 @@ class AdamW:
             yield cell.second.values
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything a checkpoint needs beside the weights, under stable names."""
+        """Everything a checkpoint needs in addition to the weights, under stable names."""
         found: dict[str, Tensor] = {COUNTS: self._counts}
         for cell in self._all_cells():
             found[f"{cell.name}.first"] = cell.first.values

@@ -1,8 +1,8 @@
 """What a device can do natively, as plain facts.
 
-`torch.cuda.is_bf16_supported()` says yes on a T4, by emulation, and speaks of the current card, not of the chosen one;
-a wheel built without a card's architecture sees the card, allocates on it, and dies at the first kernel. So the
-capability of the chosen card is asked.
+`torch.cuda.is_bf16_supported()` says yes on a T4, by emulation, and means the current GPU, not of the chosen one;
+a wheel built without a GPU's architecture sees the GPU, allocates on it, and dies at the first kernel. So the
+capability of the chosen GPU is asked.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class DeviceFacts:
 
     @property
     def is_supported(self) -> bool:
-        """Whether the installed torch has kernels for this card (or can compile them from PTX)."""
+        """Whether the installed torch has kernels for this GPU (or can compile them from PTX)."""
         if self.kind != "cuda" or not self.built_for:
             return True
         number = int(self.architecture.removeprefix("sm_") or 0)
@@ -80,7 +80,7 @@ def teacher_dtype(asked: str, device: torch.device | DeviceFacts) -> torch.dtype
 
 
 def check_device(facts: DeviceFacts) -> None:
-    """Refuse a card that the installed torch cannot compute on, before anything is loaded."""
+    """Refuse a GPU that the installed torch cannot compute on, before anything is loaded."""
     if not facts.is_supported:
         raise BrokenAtStart(
             f"{facts.name} is {facts.architecture}, and this torch was built for {', '.join(facts.built_for)}",
@@ -164,7 +164,7 @@ def find_device(wanted: str, tell: Callable[[str], None] = _warn) -> torch.devic
             f"the device {wanted} cannot be used: {_NO_FLOAT64}", where="--device", advice=["--device cpu"]
         )
     try:
-        torch.zeros(1, device=device).tolist()  # `meta` and a card that is not there are told here
+        torch.zeros(1, device=device).tolist()  # `meta` and a GPU that is not there fail here
     except (RuntimeError, NotImplementedError, AssertionError) as error:
         reason = reason_of(error)
         raise BrokenAtStart(
@@ -174,24 +174,24 @@ def find_device(wanted: str, tell: Callable[[str], None] = _warn) -> torch.devic
 
 
 def _own_card() -> torch.device:
-    """The card of this process: its own where several processes share a machine, else the current one."""
+    """The GPU of this process: its own where several processes share a machine, else the current one."""
     local = os.environ.get("LOCAL_RANK", "")
     if not local.isdecimal():
         return torch.device("cuda", torch.cuda.current_device())
     if int(local) >= torch.cuda.device_count():
         raise BrokenAtStart(
-            f"process {local} of this machine has no card: torch sees {torch.cuda.device_count()}",
+            f"process {local} of this machine has no GPU: torch sees {torch.cuda.device_count()}",
             where="--device",
-            advice=["start as many processes as there are cards", "--device cpu"],
+            advice=["start as many processes as there are GPUs", "--device cpu"],
         )
     device = torch.device("cuda", int(local))
-    torch.cuda.set_device(device)  # collectives use the current card
+    torch.cuda.set_device(device)  # collectives use the current GPU
     return device
 
 
 @contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
-    """On a card, ask torch for kernels that add in a fixed order, and leave its settings as they were.
+    """On a GPU, ask torch for kernels that add in a fixed order, and leave its settings as they were.
 
     An operation that has none is warned of by torch and computed all the same: refusing it would end the run. On a CPU
     with the same number of threads the order is fixed already.

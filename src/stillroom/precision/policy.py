@@ -25,7 +25,7 @@ from stillroom.precision.storage import Direct, Gathered, Master, Rounded, Split
 # -- budget ----------------------------------------------------------------------------------------
 # How many bytes a trained parameter takes, by part.
 #
-# Every budget asks here: the choice of a precision by the card's memory, and the choice of where snapshots are kept.
+# Every budget asks here: the choice of a precision by the GPU's memory, and the choice of where snapshots are kept.
 
 
 Moments = Literal["float32", "bfloat16"]
@@ -115,9 +115,9 @@ class LossScale:
 # FP16 matrix products on a CPU: FP16 in, FP32 inside, FP16 out.
 #
 # A CPU without native FP16 arithmetic multiplies half matrices up to 28 times slower than FP32 ones. A GPU reads
-# FP16, accumulates in FP32 and rounds once; doing the same with an FP32 product gives the same numbers as the card
+# FP16, accumulates in FP32 and rounds once; doing the same with an FP32 product gives the same numbers as the GPU
 # would (up to the order of summation) at FP32 speed, which makes the FP16 policies testable and usable without a
-# card.
+# GPU.
 
 
 _PRODUCTS = frozenset(
@@ -221,7 +221,7 @@ class Precision:
             self.scaler = self.scaler.after_overflow()
 
     def start_at(self, scale: float) -> None:
-        """Begin with a scale that was found by a probe; nothing is counted as good or bad by it."""
+        """Begin with a scale that a probe found, without counting a good or bad step."""
         self.scaler = replace(self.scaler, scale=scale, good_steps=0)
 
     @property
@@ -266,7 +266,7 @@ class Precision:
     def frozen_storage(self, asked: str = "auto") -> torch.dtype | str:
         """The dtype or block format of matrices that are not trained: what was asked, or what is multiplied in.
 
-        With FP16 weights activations are FP16, so such a policy cannot have others beside them.
+        With FP16 weights activations are FP16, so such a policy cannot have others next to them.
         """
         own = torch.float16 if self.keeps_half_weights else self.compute_dtype or torch.float32
         dtype: torch.dtype | str = own if asked == "auto" else asked if asked in FORMATS else getattr(torch, asked)
@@ -350,7 +350,7 @@ POLICIES: dict[str, type[Precision]] = {
 # Which precision to train in, and the reason in a sentence.
 
 
-# Student state alone; the rest of the card belongs to the teacher, activations and the head.
+# Student state alone; the rest of the GPU belongs to the teacher, activations and the head.
 _STATE_SHARE = 0.5
 
 # How many times as fast a CPU's products have to be in BF16: what is not a product is cast to and fro.
@@ -392,7 +392,7 @@ def choose(
     if num_parameters < 0:
         raise ConfigError(f"{num_parameters} parameters cannot be trained", where="num_parameters")
     if begun_in:
-        return _asked(begun_in, facts, why="the run began in it", advice=["--device cpu", "a card with native bf16"])
+        return _asked(begun_in, facts, why="the run began in it", advice=["--device cpu", "a GPU with native bf16"])
     if mode != "auto":
         return _asked(mode, facts, why="asked for", advice=["--precision fp16-mixed", "--precision auto"])
     if facts.kind == "cpu" and facts.bf16_gain >= _LEAST_BF16_GAIN:

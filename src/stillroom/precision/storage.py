@@ -60,12 +60,12 @@ def round_to_bf16(values: Tensor, bits: Tensor) -> Tensor:
 
 
 def stochastic_fp16(values: Tensor, generator: torch.Generator) -> Tensor:
-    """`round_to_fp16` with bits of its own."""
+    """`round_to_fp16` with its own random bits."""
     return round_to_fp16(values, random_bits(values.numel(), FP16_BITS, generator, values.device).view(values.shape))
 
 
 def stochastic_bf16(values: Tensor, generator: torch.Generator) -> Tensor:
-    """`round_to_bf16` with bits of its own."""
+    """`round_to_bf16` with its own random bits."""
     return round_to_bf16(values, random_bits(values.numel(), BF16_BITS, generator, values.device).view(values.shape))
 
 
@@ -116,7 +116,7 @@ def copy_flat(flat: Tensor, into: Sequence[Tensor]) -> None:
 
 
 class Storage(Protocol):
-    """Keeps one parameter. `extra` are the tensors a checkpoint must hold beside the parameter itself."""
+    """Keeps one parameter. `extra` are the tensors a checkpoint must hold in addition to the parameter itself."""
 
     parameter: nn.Parameter
     draws: ClassVar[int]  # random numbers that a write takes for each element

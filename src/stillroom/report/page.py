@@ -759,17 +759,17 @@ def again(run: RunRecord) -> dict[str, str] | None:
     if not run.config or not run.start:
         return None
     versions = section(run.start, "versions")
-    wanted = [name for name in ("stillroom", "torch", "transformers") if versions.get(name)]
+    wanted = [name for name in ("torch", "transformers") if versions.get(name)]  # stillroom is on no index
     named = " ".join(f"{name}=={clean(versions[name]).split('+')[0]}" for name in wanted)
-    python = f"Python {clean(versions['python'])}, " if versions.get("python") else ""
+    made_with = [f"{name.title()} {clean(versions[name])}, " for name in ("python", "stillroom") if versions.get(name)]
     commands = [
-        f"pip install {named or 'stillroom'}",
+        *([f"pip install {named}"] if named else []),
         """python -c "import json; print(json.dumps(json.load(open('config.json'))['config']))" > again.json""",
         "stillroom distill again.json --out runs/again",
         "stillroom report . runs/again",
     ]
     machine = ", ".join(f"{clean(key)} {clip(value, 60)}" for key, value in section(run.start, "machine").items())
-    text = f"In the run's folder, with {python}and the models and data in the places that the configuration names."
+    text = f"In the run's folder, with {''.join(made_with)}and the models and data where the configuration names them."
     if machine:
         text += f" The run was made on: {machine}. Other devices and versions round differently."
     whole = json.dumps(run.config, indent=1, ensure_ascii=True, default=str)

@@ -67,7 +67,7 @@ class Teacher:
     @property
     def training(self) -> TeacherTraining:
         """What it does in a training step beyond answering."""
-        # Made anew: kept, it and the teacher would hold each other, and the weights would stay until a collection.
+        # Made each time: kept, it and the teacher would hold each other, and the weights would stay until a collection.
         return self.own_training or TeacherTraining(self)
 
     # -- answering ---------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ class Teacher:
         return None
 
     def whole_answer(self, batch: Batch, signal: Signal | None) -> Signal | None:
-        """What a student is compared with after `observe` gave `signal`: the dense answer where it is at hand."""
+        """What a student is compared with after `observe` gave `signal`: the dense answer where it is available."""
         return signal
 
     def own_batch(self, batch: Batch) -> Batch:

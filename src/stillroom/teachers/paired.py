@@ -1,4 +1,4 @@
-"""A teacher that reads the text in its own tokens: which tokens both models have, and what such a run cannot have."""
+"""A teacher with its own tokenizer: which tokens both models have, and what such a run refuses."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class PairedTeacher(Teacher):
         return None if found is None else self.comparable(found)
 
     def comparable(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Perplexity and the like are means over tokens, and its tokens are others."""
+        """Keep the metrics per byte: means over tokens cannot be compared, because its tokens differ."""
         intervals = {name: ends for name, ends in metrics.get("intervals", {}).items() if name in _PER_BYTE}
         kept = {name: value if name in _PER_BYTE else None for name, value in metrics.items()}
         return {**kept, "intervals": intervals}
@@ -160,7 +160,7 @@ def reads_its_own_tokens(config: Config) -> bool:
 def matched_tokens(student: Any, teacher: Any) -> TokenMatch:
     """The tokens of two vocabularies that stand for the same bytes, and the marks for the end of a text.
 
-    Of several tokens with the same bytes on one side (a character and <0xNN>) the one that is no single byte counts.
+    Of several tokens with the same bytes on one side (a character and <0xNN>) the one that is not a single byte counts.
     """
     if student.get_vocab() == teacher.get_vocab():
         everyone, alone = sorted(student.get_vocab().values()), token_groups(student, teacher)

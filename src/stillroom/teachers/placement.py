@@ -189,7 +189,7 @@ class Offloaded(Placement):
     def _send_home(self) -> None:
         for tensor in self._tensors():
             kept = self._kept.get(id(tensor))
-            if kept is None:  # a buffer that the forward made anew, as some rotary embeddings do
+            if kept is None:  # a buffer that the forward made again, as some rotary embeddings do
                 tensor.data = tensor.data.to(_HOME)
                 continue
             if tensor._version != kept.version:  # a buffer that the forward wrote into
@@ -573,7 +573,7 @@ def _streamed(section: TeacherConfig, network: Any, shelf: Shelf) -> Streamed:
 
 @torch.no_grad()
 def _load_rest(network: Any, stream: Streamed, shelf: Shelf) -> None:
-    """Fill in every tensor that is no layer's own."""
+    """Fill in every tensor that is not a layer's own."""
     owners, parameters = _owners(network), dict(network.named_parameters())
     for name, tensor in _wanted_tensors(network).items():
         if name in stream.names:

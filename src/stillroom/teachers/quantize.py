@@ -125,7 +125,7 @@ def quantised(
 def quantise_layers(network: Any, kind: str, device: torch.device, *, name: str) -> int:
     """Quantise every linear layer but the head, in place. The number of layers.
 
-    Embeddings, norms and banks of experts that are one tensor are no linear layers and stay as they are.
+    Embeddings, norms and banks of experts that are one tensor are not linear layers and stay as they are.
     """
     layers = _layers_of(network)
     if not layers:

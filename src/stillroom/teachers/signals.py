@@ -227,7 +227,7 @@ class RowAnswer:
 
     @staticmethod
     def unusable(num_positions: int, spec: SignalSpec) -> RowAnswer:
-        """An answer that is no distribution: the student is scored on the labels there, and it is counted."""
+        """An answer that is not a distribution: the student is scored on the labels there, and it is counted."""
         nothing = np.full(num_positions, NOTHING, np.uint16)
         ids = np.zeros((num_positions, spec.exact), np.int32)
         codes = np.full((num_positions, spec.exact), NOTHING, np.uint16)
@@ -269,7 +269,7 @@ def _uniforms(key: str, num_positions: int, spec: SignalSpec) -> npt.NDArray[np.
 
 
 def _reduce(logits: Tensor, targets: Tensor, uniforms: Tensor, spec: SignalSpec, coarse: Coarse | None) -> RowAnswer:
-    """Some positions of a row. The rest is summed directly: a mass of 1e-12 is no difference of 1 and something."""
+    """Some positions of a row. The rest is summed directly: a mass of 1e-12 is not a difference of 1 and something."""
     if spec.kind == "target":
         return _targets_alone(logits, targets)
     label = _target_log_probs(logits, targets) if spec.is_paired or spec.temperature != 1.0 else None

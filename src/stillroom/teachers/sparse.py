@@ -54,7 +54,7 @@ class SparseTeacher(Teacher):
         return to_device(signal_of(RowAnswer.join(answers), self.spec), self.live.device)
 
     def whole_answer(self, batch: Batch, signal: Signal | None) -> Signal | None:
-        """The dense answer behind the last signal: it is at hand."""
+        """The dense answer behind the last signal: it is available."""
         if self._whole is not None and self._whole[0] == batch.keys:
             return self._whole[1]
         return signal

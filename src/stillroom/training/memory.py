@@ -478,7 +478,7 @@ def _disk(config: Config, mode: str, sizes: Sizes, num_tokens: int | None, *, is
 
 
 def cache_bytes(config: Config) -> float:
-    """Bytes a position of a cache: straight lines through the sizes that docs/cache.md measured. An estimate."""
+    """Bytes a position of a cache: straight lines through the sizes that docs/guides/cache.md measured. An estimate."""
     spec = cache_spec(config)
     targets = 4.0 if spec.is_paired else 0.0  # one FP32 a position, before it is packed
     if spec.kind == "target":

@@ -126,7 +126,7 @@ WRONG = [
     ],
     bad("teacher softcap", lambda: teacher(dense(), softcap=0.0), "teacher.softcap is 0"),
     bad("teacher scale", lambda: teacher(dense(), scale=math.nan), "teacher.scale is nan"),
-    bad("divergence of no kind", lambda: dense(divergence=3), "3 is no divergence"),
+    bad("divergence of no kind", lambda: dense(divergence=3), "unknown divergence 3"),
     bad("unknown divergence", lambda: dense(divergence="cosine"), "no divergence is called 'cosine'"),
     bad("top_k of stored answers", lambda: top_k(top_k=3), "top_k belongs to a dense teacher"),
     # values

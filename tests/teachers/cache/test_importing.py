@@ -209,7 +209,7 @@ def _logits(line: Line) -> Line:
     [
         (_misspelt, "spell something else"),
         (_outside, "outside the tokenizer"),
-        (_logits, "no log-probabilities"),
+        (_logits, "not log-probabilities"),
         (lambda line: {"prompt_logprobs": []}, "prompt_token_ids are missing"),
         (lambda line: {"choices": [{**line["choices"][0], "prompt_logprobs": [None]}]}, "not one entry for each"),
     ],

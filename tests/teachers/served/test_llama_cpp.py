@@ -119,7 +119,7 @@ LIES = {
     "twice": r"top_logprobs of token 1 names token \d+ twice",
     "texts": r"top_logprobs of token 1 names 'None' instead of a token id",
     "heated": r"it changes with the temperature that is asked for",
-    "logits": r"are no log-probabilities: the largest is",
+    "logits": r"are not log-probabilities: the largest is",
     "tokenizer": r"the server has another tokenizer: .* spell something else here",
 }
 

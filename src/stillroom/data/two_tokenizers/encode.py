@@ -120,7 +120,7 @@ def _core(text: str, span: Span) -> Span:
 
 @dataclass(frozen=True)
 class Beside:
-    """For each piece of the student's rows, what stands beside it. [P] each.
+    """For each piece of the student's rows, what the teacher reads there. [P] each.
 
     The teacher's piece is its tokens starts to ends, those from `targets` on are scored, and the spans are `firsts` to
     `lasts`. A piece without spans has no tokens.
@@ -180,10 +180,10 @@ class Paired:
         return Paired(joined, Spans.joined(spans), coverage, student, several[0].pad_id)
 
     def beside(self, bounds: Ints, starts: Ints, ends: Ints) -> Beside:
-        """What stands beside the student's pieces `starts` to `ends`. `bounds` are the student's documents.
+        """What the teacher reads at the student's pieces `starts` to `ends`. `bounds` are the student's documents.
 
         A piece that begins with its document has the teacher's from its beginning; one that begins inside has the
-        teacher's tokens from the span of its first token on, which is no target there either.
+        teacher's tokens from the span of its first token on, which is not a target there either.
         """
         spans, theirs = self.spans, self.encoded.bounds
         documents = np.searchsorted(bounds, starts, side="right") - 1
@@ -468,6 +468,6 @@ def shorter_notes(coverage: Coverage) -> list[str]:
         return []
     return [
         f"the student's tokens are much shorter than the teacher's, {per_span:.2f} in a span: what the teacher knows "
-        "by where its own tokens end, the student cannot know, and it learns wrongly. compare with objectives.ce "
+        "by where its own tokens end, the student cannot know, and learns it wrong. compare with objectives.ce "
         "alone before you rely on it"
     ]

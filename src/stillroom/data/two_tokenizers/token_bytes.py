@@ -78,7 +78,7 @@ class TokenBytes:
 
 
 def check_usable(tokenizer: Any, role: str) -> None:
-    """Raise unless the tokenizer is a fast one, whose end mark is a token of its own."""
+    """Raise unless the tokenizer is a fast one, whose end mark is a separate token."""
     name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError(
@@ -94,9 +94,9 @@ def check_usable(tokenizer: Any, role: str) -> None:
         is_lost = index is None or vocabulary.get(str(token)) != index
         if is_lost or (index == tokenizer.unk_token_id and str(token) != str(tokenizer.unk_token)):
             raise ConfigError(
-                f"{kind} of the {role}'s tokenizer ({name}) is {str(token)!r}, which is no token of its vocabulary",
+                f"{kind} of the {role}'s tokenizer ({name}) is {str(token)!r}, which is not a token of its vocabulary",
                 where=f"{role}.model",
-                advice=[f"mend {kind} in the tokenizer's files", "use the tokenizer the model was made with"],
+                advice=[f"fix {kind} in the tokenizer's files", "use the tokenizer the model was made with"],
             )
 
 

@@ -263,7 +263,7 @@ def _job(
     def head(logits: Logits) -> _Head:
         if tuple(logits.raw.shape) != (num_rows, num_columns) or logits.raw.stride(1) != 1:
             raise ValueError(
-                f"rows of the head: logits of shape {list(logits.raw.shape)} beside {list(student.raw.shape)}"
+                f"rows of the head: logits of shape {list(logits.raw.shape)} next to {list(student.raw.shape)}"
             )
         bias = None if logits.bias is None else address(logits.bias, num_columns)
         return _Head(logits.raw.data_ptr(), logits.raw.stride(0), bias, logits.scale, logits.softcap or 0.0)
@@ -324,12 +324,12 @@ def _code_of(divergence: Divergence | None) -> tuple[int, float] | None:
 # -- kernel inductor -------------------------------------------------------------------------------
 # The row kernel as torch.compile makes it: the plain kernel's formulas, fused into a few passes over the logits.
 #
-# On a card the plain kernel reads and writes a chunk 25 to 60 times, and every trip is one to main memory. Inductor
+# On a GPU the plain kernel reads and writes a chunk 25 to 60 times, and every trip is one to main memory. Inductor
 # joins these operations into loops over a row. It needs Triton there, which comes with torch for Linux and serves
-# cards from compute capability 7.0 on.
+# GPUs from compute capability 7.0 on.
 #
 # A compiled function belongs to one kind of pass: a divergence with its settings, a vocabulary, which gradients are
-# wanted. The number of rows may vary. Compiling takes half a minute on a card, so a process compiles a few kinds and
+# wanted. The number of rows may vary. Compiling takes half a minute on a GPU, so a process compiles a few kinds and
 # no more: a setting that moves with every step is left to the plain kernel, and so are kinds that come late.
 #
 # Legend: C rows, V vocabulary.
@@ -474,7 +474,7 @@ def fault_of(path: Path) -> str:
         with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:
             details = os.fstat(file.fileno())
             if not stat.S_ISREG(details.st_mode):
-                return "is no regular file"
+                return "is not a regular file"
             doubt = _foreign(details)
             if doubt:
                 return doubt
@@ -517,7 +517,7 @@ def _prepare(folder: Path) -> str:
         for path in (*reversed(folder.parents), folder):  # one by one: `parents=True` would not pass on the mode
             path.mkdir(exist_ok=True, mode=stat.S_IRWXU)
         details = folder.lstat()
-        doubt = "is no folder" if not stat.S_ISDIR(details.st_mode) else _foreign(details)
+        doubt = "is not a folder" if not stat.S_ISDIR(details.st_mode) else _foreign(details)
         if not doubt and not os.access(folder, os.W_OK | os.X_OK):
             doubt = "cannot be written to"
         if doubt:

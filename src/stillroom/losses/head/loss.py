@@ -65,7 +65,7 @@ def check_head(prefix: str, hidden: Tensor, head: HeadWeights, num_rows: int | s
         num_rows_of_weight, source = width, f"{prefix}hidden, which are logits"
         if head.vocab_size is None:
             raise ConfigError(
-                f"{weight} is empty, so {prefix}hidden are logits, and how many of them are real is not said",
+                f"{weight} is empty, so {prefix}hidden are logits, and how many of them are real is unknown",
                 where="vocab_size",
                 advice=["give the real vocabulary as vocab_size", "give the head's weight [V, D]"],
             )
@@ -153,7 +153,7 @@ def check_pass(
     if signal is None:
         return
     if divergence is None or not hasattr(divergence, "evaluate"):
-        raise ConfigError(f"{divergence!r} is no divergence", where="divergence",
+        raise ConfigError(f"unknown divergence {divergence!r}", where="divergence",
                           advice=["a name, as 'forward_kl'", "what objectives.divergences.make returns"])  # fmt: skip
     check_temperature(temperature)
     check_signal(signal, num_rows, view.head.num_real, device)
@@ -194,7 +194,7 @@ def check_labels(signal: Signal | None, top_k: int, rest_to_label: bool, label_m
         return
     if is_sparse or not isinstance(signal, DenseSignal):
         raise ConfigError(
-            "the label can lead only where the teacher's whole row is at hand",
+            "the label can lead only where the teacher's whole row is available",
             advice=["set objectives.kd.top_k = 0", "set objectives.kd.on_wrong_teacher = 'label_residual'"],
         )
     if signal.hidden.requires_grad:
@@ -627,7 +627,7 @@ def fused_head_loss(
     Settings of a divergence that is given by name: `beta` of jsd (0.5) and alpha_beta (0.7), `alpha` of the skewed ones
     (0.1) and alpha_beta (0.2), `interpolation` of taid (1, the teacher itself). Other divergences do not read them.
 
-    A teacher's row that is no distribution (NaN, +inf, or nothing possible) is not distilled: its kd weight goes to its
+    A teacher's row that is not a distribution (NaN, +inf, nothing possible) is not distilled: its kd weight goes to its
     cross-entropy. `terms` holds sums over positions, unweighted but for the token weights: "kd" without such rows,
     "ce", and "fallback", the cross-entropy of such rows; loss * N = kd_weight * (kd + fallback) + ce_weight * ce.
     `counters["bad_teacher_rows"]` says how many there were. A student's row that is not finite makes the loss so.

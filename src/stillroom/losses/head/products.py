@@ -51,7 +51,7 @@ class BufferPool:
         if device.type != "cpu" or num_bytes < self._least_kept_bytes:
             return torch.empty(shape, dtype=dtype, device=device)
         block = self._take(num_bytes)
-        lent = block[:num_bytes]  # an object of its own: torch holds it for as long as it holds the memory
+        lent = block[:num_bytes]  # a separate object: torch holds it for as long as it holds the memory
         weakref.finalize(lent, self._put, block).atexit = False
         return torch.from_numpy(lent).view(dtype).view(shape)
 

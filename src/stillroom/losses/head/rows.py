@@ -75,7 +75,7 @@ TeacherRows = Logits | TopKSignal | SampledSignal
 class RowRecord:
     """Inputs and outputs of a kernel for each row. All of length C.
 
-    `kd_weights` and `ce_weights` multiply a row's values in the loss. A row whose teacher is no distribution is marked
+    `kd_weights` and `ce_weights` multiply a row's values in the loss. A row whose teacher has no distribution is marked
     in `is_bad`, has a kd of 0, and its kd weight is added to its ce weight.
     """
 
@@ -189,7 +189,7 @@ def sampled_rows(logits: Tensor, signal: SampledSignal, temperatures: Tensor, *,
 def keep_top_k(teacher_logits: Tensor, top_k: int, temperatures: Tensor) -> TopKSignal:
     """The top-k + tail view of a dense teacher's logits [C, V], each row at its own temperature.
 
-    A row that is no distribution is none afterwards either. More than V tokens are V tokens, and no tail.
+    A row that is not a distribution is none afterwards either. More than V tokens are V tokens, and no tail.
     """
     check_tensor("teacher_logits", teacher_logits, ["C", "V"], device=teacher_logits.device)
     check_tensor("temperatures", temperatures, [teacher_logits.shape[0]], device=teacher_logits.device)
@@ -343,7 +343,7 @@ def _free_bytes(device: torch.device, num_tokens: int) -> int:
 
 
 def forget_free_memory() -> None:
-    """Choose again at the next pass: for whoever ran out of memory."""
+    """Choose the chunk again at the next pass, after memory ran out."""
     _free_bytes.cache_clear()
 
 

@@ -23,7 +23,7 @@ class RowFacts:
     """Statistics of each position, without gradients."""
 
     entropy: Tensor  # [N], of the student at T = 1, in nats
-    hellinger: Tensor  # [N], between teacher and student; NaN where the teacher's row is no distribution
+    hellinger: Tensor  # [N], between teacher and student; NaN where the teacher's row is not a distribution
 
 
 @torch.no_grad()

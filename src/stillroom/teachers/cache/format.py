@@ -264,7 +264,7 @@ def _read_head(path: Path, file: Any, size: int) -> tuple[dict[str, Any], npt.ND
     """(header, index, where the blocks begin), once their checksum holds."""
     begin = file.read(len(MAGIC) + 8)
     if not begin.startswith(MAGIC) or len(begin) < len(MAGIC) + 8:
-        raise damaged(path, "is no shard of a teacher cache, or its first bytes were changed")
+        raise damaged(path, "is not a shard of a teacher cache, or its first bytes were changed")
     length = int.from_bytes(begin[len(MAGIC) :], "little")
     told = file.read(length) if length <= min(size, _MAX_HEADER) else b""
     try:

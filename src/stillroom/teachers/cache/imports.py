@@ -1,4 +1,4 @@
-"""Log-probabilities of another program as the answers of a cache, believed only as far as they can be checked.
+"""Import another program's log-probabilities into a cache, after checking all that can be checked.
 
 Ids must spell what the file says they spell, values must be log-probabilities, and an answer must belong to the token
 it stands at: a file that is shifted by one trains without a complaint and teaches nonsense.
@@ -116,7 +116,7 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 if text.strip():
                     line = json.loads(text)
                     if not isinstance(line, dict):
-                        raise _odd(f"{path.name}:{number}", "the line is no object")
+                        raise _odd(f"{path.name}:{number}", "the line is not an object")
                     yield f"{path.name}:{number}", line
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {reason_of(error)}", advice=["give a file of JSON lines"]) from error
@@ -159,7 +159,7 @@ def _number(where: str, value: Any) -> float:
 
 
 def _odd(where: str, what: str) -> DataError:
-    return DataError(what, where=where, advice=["docs/cache.md shows what each format looks like"])
+    return DataError(what, where=where, advice=["docs/guides/cache.md shows what each format looks like"])
 
 
 # -- matching them to rows ---------------------------------------------------------------------------------
@@ -183,13 +183,13 @@ class Imported:
 def read_answers(path: Path, kind: str, tokenizer: Any) -> list[Given]:
     """The sequences of a file, after their tokens, their values and their alignment were checked."""
     if kind not in READERS:
-        raise ConfigError(f"{kind!r} is no format", where="--format", advice=[f"one of {', '.join(READERS)}"])
+        raise ConfigError(f"unknown format {kind!r}", where="--format", advice=[f"one of {', '.join(READERS)}"])
     spelt = Spelling(tokenizer)
     try:
         given = list(READERS[kind](path, spelt.find))
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{path} is not of the format {kind}: {error!r}", advice=["docs/cache.md shows what it looks like"]
+            f"{path} is not of the format {kind}: {error!r}", advice=["docs/guides/cache.md shows what it looks like"]
         ) from error
     if not given:
         raise DataError(f"{path} is empty", advice=["give a file with a record a line"])
@@ -255,14 +255,14 @@ def _check_values(given: Sequence[Given]) -> None:
             is_odd = any(math.isnan(value) or value > 1e-3 for value in values)
             if is_odd or math.fsum(math.exp(min(value, 0.0)) for value in values) > _MOST_MASS:
                 raise DataError(
-                    f"the values at token {place} are no log-probabilities: they hold more than everything, or are NaN",
+                    f"the values at token {place} are not log-probabilities: they sum to more than 1, or are NaN",
                     where=one.where,
                     advice=["store log-probabilities at temperature 1, natural logarithms, and not logits"],
                 )
 
 
 def _check_alignment(given: Sequence[Given]) -> None:
-    """Where an answer stands, the token that came must be likelier than its neighbours are."""
+    """Where an answer stands, the token that came must be more likely than its neighbours are."""
     hits, total = Counter({-1: 0, 0: 0, 1: 0}), 0
     for one in given:
         for place, entry in one.entries.items():

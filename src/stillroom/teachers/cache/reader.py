@@ -198,7 +198,7 @@ _LEAST_MASS = 0.98  # of a renormalised distribution: below it the student learn
 class CachedTeacher(Teacher):
     """Reads a window ahead in its own thread, so that a step does not wait for the disk.
 
-    It keeps what it read for the window at hand and for the next one, and nothing else; what was not read ahead is read
+    It keeps what it read for the present window and for the next one, and nothing else; what was not read ahead is read
     when it is asked for. A row that the cache does not know (the data was changed after the cache was checked) has an
     unusable answer: the student is scored on its labels, and the row is counted with those whose teacher is at fault.
     """

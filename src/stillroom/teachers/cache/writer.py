@@ -60,7 +60,7 @@ class ShardPlan:
 
     @property
     def name(self) -> str:
-        """From the keys: whoever plans the same rows gives the same name."""
+        """Name the shard by its keys, so that every process that plans the same rows uses the same name."""
         keys = "".join(sorted(row.key for row in self.rows))
         return hashlib.blake2b(keys.encode("ascii"), digest_size=12).hexdigest()
 
@@ -156,7 +156,7 @@ class _Meter:
         self._done = self._asked = self._in_shard = self._num_bytes = 0
 
     def asked(self, num_tokens: int) -> None:
-        """So many tokens of the shard at hand were answered."""
+        """So many tokens of the present shard were answered."""
         self._asked += num_tokens
         self._in_shard += num_tokens
         self._report(min(self._done + self._in_shard, self._whole))

@@ -416,7 +416,7 @@ class RouterTraining(TeacherTraining):
         self._sums = TermSums()
 
     def report(self, assessment: Assessment) -> dict[str, Any]:
-        """The fields of a router event. Start the sums of the terms anew."""
+        """The fields of a router event. Restart the sums of the terms."""
         terms = self._sums.means(self.parallel, self._loss.device)
         self._sums = TermSums()
         gates = self.gates
@@ -519,7 +519,7 @@ def _try_out(teacher: RouterTeacher) -> None:
     try:
         teacher.observe(batch, Needs())
     except (RuntimeError, IndexError) as error:
-        if explained(error, "") is not None:  # memory: the run's end says so, and it is no fault of the gates
+        if explained(error, "") is not None:  # memory: the run's end says so, and it is not a fault of the gates
             raise
         raise ConfigError(
             f"this teacher's experts cannot be chosen as teacher.router.mode {teacher.config.mode} asks: {error}",

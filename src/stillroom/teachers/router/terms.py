@@ -193,7 +193,7 @@ def lookahead_direction(
     """The gradient of the batch's cross-entropy, preconditioned by AdamW's second moments, times the rate.
 
     Called between windows: the student has no gradient before and after. Empty before the first update, when there
-    are no second moments.
+    are not second moments.
     """
     if not optimizer.num_updates or not lookahead_batch.num_scored:
         return {}

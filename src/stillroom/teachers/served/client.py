@@ -1,13 +1,13 @@
-"""Requests to a server: JSON over kept connections, repeated where that may help, and never against its wishes.
+"""Send JSON requests to a server over kept connections, and retry where that may help.
 
-Repeated: no connection, no whole answer in time, an answer cut short or that is no JSON, status 408, 429 and 5xx.
+Repeated: no connection, no whole answer in time, an answer cut short or that is not JSON, status 408, 429 and 5xx.
 Pauses double and are drawn at random, so that many clients do not come back at once. `Retry-After` holds for all
 threads of a client. Any other status is final. A redirection is not followed: the key would go to another host.
 Proxies of the environment are not used, for the same reason. No more of an answer is read, or unpacked, than it may
 have, and not for longer: `timeout_seconds` is a bound on the whole answer, because a server that sends a byte now and
 then is never idle.
 
-By http.client and not by httpx, whose timeouts begin anew with each byte: a dripping head, body, chunk or 100 Continue
+By http.client and not by httpx, whose timeouts restart with each byte: a dripping head, body, chunk or 100 Continue
 was never ended (httpx2 2.16, the servers of `ENDLESS` in the tests). Its own deadline would take a network backend.
 """
 
@@ -79,7 +79,7 @@ class Address:
 
 
 class _TimedReader(io.RawIOBase):
-    """Read a socket until a moment, whatever comes before it: a timeout of the socket begins anew with each byte."""
+    """Read a socket until a deadline; the socket's own timeout restarts with each byte."""
 
     def __init__(self, sock: socket.socket, end: float) -> None:
         self._sock, self._raw, self._end = sock, sock.makefile("rb", buffering=0), end
@@ -171,7 +171,7 @@ class Client:
         except _Twice as error:
             raise ServerUnusable(f"{method} {path}: {error}", where=str(self.address)) from error
         except (ValueError, RecursionError) as error:
-            what = f"an answer of {len(told):,} bytes is no JSON{self._said(told)}"
+            what = f"an answer of {len(told):,} bytes is not JSON{self._said(told)}"
             if not self._has_answered and told.lstrip()[:1] == b"<":
                 raise ServerUnusable(what, where=str(self.address), advice=[_ADVICE_ADDRESS]) from error
             raise _Failed("no_json", what) from error
@@ -307,7 +307,7 @@ class Client:
         )
 
     def _said(self, told: bytes) -> str:
-        """The server's own message, as far as it is short. Masked first: half a key would not be known any more."""
+        """Return the server's message, shortened. Masked first: half a key would not be recognised."""
         text = told[:4096].decode("utf-8", errors="replace")
         try:
             found = json.loads(told)
@@ -332,7 +332,7 @@ class _Twice(Exception):
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. The parser alone would keep the last of two values of a name, without a word."""
+    """Build a JSON object; raise where a name occurs twice, of which the parser alone would keep the last value."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise _Twice("an object of the answer has a name twice: one of its values would be lost")

@@ -141,7 +141,7 @@ def read_checked(form: Form, answer: Any, ids: tuple[int, ...], num_wanted: int,
     if not isinstance(answer, Mapping) or not isinstance(answer.get("choices"), list) or not answer["choices"]:
         raise bad("it has no `choices`", where)
     if not isinstance(answer["choices"][0], Mapping):
-        raise bad("its first choice is no object", where)
+        raise bad("its first choice is not an object", where)
     _check_prompt(answer, ids, where)
     given = form.read(answer, ids, where)
     check_tables(given, min(num_wanted, vocab_size), vocab_size)
@@ -255,7 +255,7 @@ def number(value: Any, column: str, where: str) -> float:
 def num_tokens(value: Any, where: str) -> int:
     """How many tokens a server says that it takes: a whole number, at least two, or `ServerUnusable`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 2:
-        raise bad(f"{shown(value)} tokens is no length of a prompt", where)
+        raise bad(f"{shown(value)} is not the length of a prompt in tokens", where)
     return value
 
 
@@ -308,14 +308,14 @@ def check_tables(given: Given, num_wanted: int, vocab_size: int) -> None:
         if max(values) > _MOST_LOG_PROB or mass > _MOST_MASS:
             what = f"the largest is {max(values):.4g}" if max(values) > _MOST_LOG_PROB else f"they hold {mass:.4f}"
             raise bad(
-                f"the values at token {place} are no log-probabilities: {what}",
+                f"the values at token {place} are not log-probabilities: {what}",
                 given.where,
                 ["vLLM: --logprobs-mode raw_logprobs"],
             )
 
 
 def _shift_reason(given: Given, place: int) -> str:
-    """Which neighbours the entries hold instead of their own tokens, over the whole prompt."""
+    """Which neighbours the entries hold instead of the right tokens, over the whole prompt."""
     last = len(given.ids) - 1
     counts = {
         shift: sum(given.ids[at + shift] in entry for at, entry in given.entries.items() if 0 <= at + shift <= last)

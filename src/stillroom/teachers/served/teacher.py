@@ -69,7 +69,7 @@ TEXT = (
     "still room of the old house they kept"
 )
 _MOST_TOKENS = 64
-_SHARE = 0.1  # of the largest change: more in an answer that cannot have changed is no rounding
+_SHARE = 0.1  # of the largest change: more in an answer that cannot have changed is not rounding
 _NOISES = 4.0  # times the rounding: what is less did not change
 _LEAST_CHANGE = 1e-5  # in total variation: below it nothing depends on the token that was changed
 _MOST_DRIFT = 0.05  # nats a token, mean: batches of half-precision servers differ by less, other models by more
@@ -129,7 +129,7 @@ def check_causal(one: Given, other: Given, changed: int, num_kept: int) -> None:
 
 
 def _top(entry: Entry, num_kept: int) -> Entry:
-    """Without the token that came where it is none of these: it is another one in the other prompt."""
+    """The top tokens of an entry, without the prompt's own token where it is not one of them."""
     return dict(sorted(entry.items(), key=lambda item: (-item[1], item[0]))[:num_kept])
 
 
@@ -204,7 +204,7 @@ def check_temperature(given: Sequence[Given], num_kept: int, *, is_raw: bool = F
     """Raise where answers are certainly those of another temperature. Answers with what was found, for the log.
 
     A small model on text that it does not know is as sharp as one that was sharpened. Where the server's answers are
-    known to be raw (`is_raw`), that is said and not refused; answers that are too flat have no such cause.
+    known to be raw (`is_raw`), that is logged and not refused; answers that are too flat have no such cause.
     """
     degree, gain, error = fitted_temperature(given, num_kept)
     told = f"the server's answers fit the text best as log-probabilities of temperature {degree:.2g}"
@@ -300,7 +300,7 @@ def key_of(section: TeacherConfig) -> str:
 
 
 def open_server(section: TeacherConfig, tokenizer: Any, *, num_wanted: int, vocab_size: int) -> Server:
-    """A server that was asked the probe and answered rightly. `tokenizer` is the one that texts are read with."""
+    """A server that was asked the probe and answered correctly. `tokenizer` is the one that texts are read with."""
     assert section.server is not None
     client = Client(section.server, section.requests, key_of(section))
     facts = facts_of(client, section.requests.model)
@@ -629,7 +629,7 @@ def served_teacher(
 
 
 def _check_length(server: Server, rows: Rows) -> None:
-    """A row is sent with its last target, and the server generates one token, which nobody reads."""
+    """A row is sent with its last target, and the server generates one token, which is not used."""
     limit = server.facts.max_tokens
     longest = int(rows.longest.max()) + 2 if len(rows) else 0
     if limit is not None and longest > limit:
