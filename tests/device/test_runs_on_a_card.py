@@ -121,7 +121,7 @@ def test_every_precision_trains_with_one_read_a_step(on_cuda: Ask) -> None:
     modes = ["fp32", "fp16-mixed", "fp16-master", "fp16-split", "fp16-sr"]
     answers = on_cuda(["auto", *modes, "bf16 moments", "accumulation", "accumulation mixed"])
     check(answers)
-    assert answers["auto"]["precision"] == "fp16-mixed"
+    assert answers["auto"]["precision"] == "fp16-master"
     for mode in modes:
         assert answers[mode]["precision"] == mode
         assert last_loss(answers[mode]) == pytest.approx(last_loss(answers["fp32"]), rel=1e-3)
