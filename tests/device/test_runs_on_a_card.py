@@ -171,9 +171,10 @@ def test_every_router_mode_keeps_to_the_plan(on_cuda: Ask) -> None:
 def test_faults_are_recovered_from_on_a_card(on_cuda: Ask) -> None:
     answers = on_cuda(["nan_weight", "nan_moment", "inf_grad", "inf_logit", "teacher_nan", "huge_weight", "replay"])
     check(answers)
-    for name in ("nan_weight", "nan_moment", "huge_weight"):
+    # A step writes the FP32 master over an FP16 weight that was damaged alone; a skipped one is enough.
+    for name, action in (("nan_weight", "skip"), ("nan_moment", "rollback"), ("huge_weight", "rollback")):
         # Where the loss scale may fall, the first sign of trouble is taken for an overflow.
-        assert [action for action in answers[name]["actions"] if action != "retry"] == ["rollback"], name
+        assert [one for one in answers[name]["actions"] if one != "retry"] == [action], name
     assert math.isfinite(answers["replay"]["loss"])
 
 
@@ -184,7 +185,7 @@ def test_a_run_goes_on_on_another_device_in_the_mode_it_began_in(on_cuda: Ask) -
     check(answers)
     losses = [step["loss"] for step in answers["as on the CPU"]["steps"]]
     assert losses[:4] == pytest.approx(losses[4:], rel=1e-5), "the card's numbers are the CPU's"
-    for name, mode in (("from the CPU", "fp32"), ("from the CPU fp16", "fp16-split"), ("to the CPU", "fp16-mixed")):
+    for name, mode in (("from the CPU", "fp32"), ("from the CPU fp16", "fp16-split"), ("to the CPU", "fp16-master")):
         assert answers[name]["precision"] == mode and len(answers[name]["steps"]) == 5
         assert any("goes on with" in note for note in answers[name]["notes"])
     assert answers["cut and resumed"]["is_same"], "bit for bit"
