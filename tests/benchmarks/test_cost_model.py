@@ -189,3 +189,14 @@ def test_a_recorded_step_reads_once_and_holds_what_it_must() -> None:
     assert held <= found["rest"] <= 1.02 * held
     assert found["peak"] > found["rest"] + 4 * found["trained"]
     assert {"teacher", "student forward", "head", "student backward", "optimizer"} <= set(found["phases"])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the fake card of the cost model needs g++")
+def test_the_model_of_a_compiler_moves_what_inductor_moves() -> None:
+    """Norms and a gated MLP: inductor's own schedule for a T4, from this torch, against `fusion.py`."""
+    pytest.importorskip("triton")
+    script = [sys.executable, str(FOLDER / "inductor.py")]
+    done = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["model"] == pytest.approx(found["inductor"], rel=0.2)

@@ -121,7 +121,7 @@ def test_every_precision_trains_with_one_read_a_step(on_cuda: Ask) -> None:
     modes = ["fp32", "fp16-mixed", "fp16-master", "fp16-split", "fp16-sr"]
     answers = on_cuda(["auto", *modes, "bf16 moments", "accumulation", "accumulation mixed"])
     check(answers)
-    assert answers["auto"]["precision"] == "fp16-mixed"
+    assert answers["auto"]["precision"] == "fp16-master"
     for mode in modes:
         assert answers[mode]["precision"] == mode
         assert last_loss(answers[mode]) == pytest.approx(last_loss(answers["fp32"]), rel=1e-3)
@@ -184,7 +184,7 @@ def test_a_run_goes_on_on_another_device_in_the_mode_it_began_in(on_cuda: Ask) -
     check(answers)
     losses = [step["loss"] for step in answers["as on the CPU"]["steps"]]
     assert losses[:4] == pytest.approx(losses[4:], rel=1e-5), "the card's numbers are the CPU's"
-    for name, mode in (("from the CPU", "fp32"), ("from the CPU fp16", "fp16-split"), ("to the CPU", "fp16-mixed")):
+    for name, mode in (("from the CPU", "fp32"), ("from the CPU fp16", "fp16-split"), ("to the CPU", "fp16-master")):
         assert answers[name]["precision"] == mode and len(answers[name]["steps"]) == 5
         assert any("goes on with" in note for note in answers[name]["notes"])
     assert answers["cut and resumed"]["is_same"], "bit for bit"

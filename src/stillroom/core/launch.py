@@ -44,7 +44,7 @@ def triton_doubt() -> str:
 
 
 def triton_failures() -> tuple[type[Exception], ...]:
-    """What Triton, ptxas, the C compiler of its launcher or the driver raise where a kernel cannot be built or run."""
+    """What Triton, ptxas, the launcher's C compiler and the driver raise where a kernel cannot be built or started."""
     from triton.errors import TritonError
 
     return (*_FAILURES, TritonError)

@@ -309,3 +309,36 @@ def test_what_the_kernel_does_not_serve_goes_to_the_other_one() -> None:
         ours.run(student, bare, rows, changed)
     assert other.calls == 6
     assert member_of(divergences.make("skew_reverse_kl", {"alpha": 0.95})) is None
+
+
+# -- other versions ----------------------------------------------------------------------------------------
+
+_BUILD = """
+import json, sys, tempfile
+from pathlib import Path
+from ptx_cases import MANY, AdamCase, RowCase
+from ptx_launch import build, resources
+import triton
+launches = [RowCase(num_tokens=49_152).launch, RowCase(num_tokens=49_152, num_blocks=MANY).launch,
+            RowCase("jsd", 49_152).launch, RowCase("jsd", 49_152, num_blocks=MANY).launch,
+            RowCase(num_tokens=49_152, kind="top-k").launch, AdamCase(is_half=True).launch]
+with tempfile.TemporaryDirectory() as folder:
+    found = [resources(build(one, a), Path(folder)) for a in (70, 75, 80, 89) for one in launches]
+print(json.dumps([triton.__version__, found]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["3.2.0", "3.3.1", "3.4.0", "3.5.1", "3.6.0"])
+def test_the_triton_of_each_supported_torch_builds_the_kernels_without_spills(version: str, tmp_path: Path) -> None:
+    """torch 2.6 to 2.11 pin these; each is downloaded."""
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(tmp_path / "site")]
+    if subprocess.run([*pip, f"triton=={version}"], capture_output=True, check=False).returncode != 0:
+        pytest.skip(f"triton {version} cannot be downloaded")
+    paths = [str(tmp_path / "site"), *sys.path]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-c", _BUILD], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    found, held = json.loads(done.stdout.splitlines()[-1])
+    assert found == version
+    assert [one["spilled_bytes"] for one in held] == [0] * 24

@@ -571,7 +571,7 @@ _BLOCK, _OPTIONS = (
 )  # four neighbours a thread: with eight, each FP32 load would touch half of every sector
 _PART = 4096
 # ptxas would rather spill a few bytes of these than give up a block a multiprocessor.
-_REGISTERS_AT_ONCE = {_JSD.value: 224, _TODI.value: 224}
+_REGISTERS_AT_ONCE = {_JSD.value: 224, _TODI.value: 224, _VARIATION.value: 128}
 _REGISTERS_IN_PASSES = {_TODI.value: 96}
 _MOST_KEPT = 1023
 _TOP = 14  # exponent of the largest possible entry after scaling: FP16 ends at 65,504
