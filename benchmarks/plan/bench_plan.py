@@ -29,9 +29,9 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from stillroom.config import load_config
-from stillroom.doctor.plan.cost import find_gpu
 from stillroom.doctor.plan.plan import find_target
 from stillroom.losses.head.products import POOL
+from stillroom.precision.gpus import find_gpu
 from stillroom.telemetry import EventLog
 from stillroom.training.build import build_run
 from stillroom.training.memory import CONTEXT, Shapes, lay_out

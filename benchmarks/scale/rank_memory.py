@@ -17,8 +17,8 @@ from transformers import DeepseekV3Config, LlamaConfig
 from wire import Mesh
 
 from stillroom.config import load_config
-from stillroom.doctor.plan.cost import find_gpu
 from stillroom.doctor.plan.plan import find_target
+from stillroom.precision.gpus import find_gpu
 from stillroom.training.memory import Layout, Shapes, Sharing, chosen_mode, lay_out
 from stillroom.training.trace import Sizes
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,32 @@ def test_every_part_is_written_before_the_next_begins(tmp_path: Path) -> None:
     assert "it died" in "\n".join(run.lines_of(result)) and json.loads(run.block(result).splitlines()[1])["errors"]
 
 
+def test_no_part_has_all_the_time() -> None:
+    limits: dict[str, float] = {}
+
+    def noted(name: str, device: str, seconds: float) -> dict[str, Any]:
+        limits[name] = seconds
+        return measured(name, device, seconds)
+
+    run.bench("cpu", minutes=10, run=noted)
+    assert set(limits) == set(PARTS) and max(limits.values()) <= 0.4 * 600
+    run.bench("cpu", minutes=10, parts=["facts"], run=noted)
+    assert limits["facts"] > 590
+
+
+def test_what_a_part_found_before_it_died_or_hung_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import sys, time; print({mark!r} + '{{\"rows\": [1]}}', flush=True); {end}"
+    ours = subprocess.run
+    for end, said in (("sys.exit(3)", "ended with 3"), ("time.sleep(60)", "not finished")):
+        text = code.format(mark=run._MARK, end=end)
+        monkeypatch.setattr(
+            run.subprocess, "run", lambda _words, text=text, **options: ours([sys.executable, "-c", text], **options)
+        )
+        found = run.run_part("step", "cpu", 2.0)
+        assert found["rows"] == [1] and said in found["error"]
+        monkeypatch.undo()
+
+
 def test_a_part_without_time_is_not_begun() -> None:
     result = run.bench("cpu", minutes=0.001, run=measured)
     assert all("error" in result[name] for name in PARTS)
@@ -79,7 +107,6 @@ def test_a_part_in_its_own_process_answers_or_runs_out_of_time() -> None:
     found = run.run_part("constants", "cpu", 120)
     assert "error" not in found, found
     assert all(found["rates"][name] > 0 for name in RATES)
-    assert "not finished" in run.run_part("facts", "cpu", 0.2)["error"]
     assert "process ended" in run.run_part("no such part", "cpu", 120)["error"]
 
 

@@ -78,8 +78,9 @@ def size_for(device: torch.device) -> Size:
 class Clock:
     """Seconds of a piece of work on a device."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, keep: Callable[[dict[str, Any]], None] = lambda _found: None) -> None:
+        """`keep` is given what a part has found so far: it may not come to its end."""
+        self.device, self.keep = device, keep
 
     def time(self, name: str, work: Callable[[], object], kernels: Sequence[Kernels] = ()) -> float:
         """Seconds of one of several calls after two that warm up. `kernels` is what the work asks of the device.
@@ -315,6 +316,7 @@ def kernels(device: torch.device, clock: Clock) -> dict[str, Any]:
                     "is_right": away <= _LOSS_APART and gradient_away <= _GRADIENT_APART,  # not for NaN either
                 }
             )
+            clock.keep({"rows": rows})
     return {"rows": rows, "tokens": size.tokens, "vocabulary": shape[0], "width": shape[1]}
 
 
@@ -324,6 +326,7 @@ def kernels(device: torch.device, clock: Clock) -> dict[str, Any]:
 def step(device: torch.device, clock: Clock) -> dict[str, Any]:
     """Steps of a run that is built and thrown away, eager and with bodies compiled, by phase."""
     size, found = size_for(device), []
+    least = {phase: [list(one) for one in work] for phase, work in bound(size).items()}
     kernel = choose_kernel("auto", device).name
     modes = [("eager bodies", {"train.compile": "off"})]
     if device.type == "cuda":
@@ -340,7 +343,8 @@ def step(device: torch.device, clock: Clock) -> dict[str, Any]:
             except (StillroomError, RuntimeError) as error:
                 row["error"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             found.append(row)
-    return {"rows": found, "bound": {phase: [list(one) for one in work] for phase, work in bound(size).items()}}
+            clock.keep({"rows": found, "bound": least})
+    return {"rows": found, "bound": least}
 
 
 def write_world(folder: Path, size: Size) -> dict[str, Any]:
