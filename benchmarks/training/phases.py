@@ -4,9 +4,9 @@
 
 MODEL is a model of 135M parameters (SmolLM2-135M, a folder or a GGUF file). The student is its half: 15 of the 30
 layers, chosen by influence. A step reads 4 rows of 256 tokens. Kinds of runs: `fixed` evaluates 4 such batches each
-time, `budgeted` leaves them to the run's own budget, `dry run` is the dry run of it, `random` the pair 360M -> 135M with
-random weights of these shapes. Every run is a process of one thread; CPU seconds are those of the whole process, each second counts for
-the innermost phase that is running. Writes results/phases.json.
+time, `budgeted` leaves them to the run's own budget, `dry run` is the dry run of it, `random` is the pair 360M -> 135M
+with random weights of these shapes. Every run is a process of one thread; CPU seconds are those of the whole process,
+and each second counts for the innermost phase that is running. Writes results/phases.json.
 """
 
 from __future__ import annotations

@@ -15,7 +15,17 @@ from stillroom.doctor.plan.plan import find_target, make_plan, with_processes
 from stillroom.precision.gpus import find_gpu
 from stillroom.precision.policy import POLICIES
 from stillroom.teachers.placement import pinned_bytes
-from stillroom.training.memory import AIM, LEARNS, Layout, Shapes, auto_parts, chosen_mode, lay_out, parts_that_fit
+from stillroom.training.memory import (
+    AIM,
+    LEARNS,
+    LIBRARIES,
+    Layout,
+    Shapes,
+    auto_parts,
+    chosen_mode,
+    lay_out,
+    parts_that_fit,
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +50,7 @@ def test_the_parts_add_up_to_the_largest_moment(world: Path, shapes: Shapes) -> 
     layout = laid_out(world, shapes)
     assert sum(layout.device.values()) == max(layout.moments.values()) == layout.moments[layout.moment]
     assert layout.total == sum(layout.device.values()) + sum(layout.host.values())  # on a CPU both are main memory
+    assert layout.process == layout.total + LIBRARIES, "what the system says of the process has the libraries in it"
 
 
 def test_weights_and_moments_are_those_of_every_parameter(world: Path, shapes: Shapes) -> None:

@@ -201,4 +201,4 @@ def test_the_end_of_a_run_stands_once_in_the_record(
     resume(tmp_path / "run", device="cpu")
     events = [event["event"] for event in read_events(tmp_path / "run" / "events.jsonl")]
     assert events.count("sample") == 1 and events.count("first_forward") == 1
-    assert events.count("checkpoint") == 3, "steps 0, 4 and 8, each once"
+    assert events.count("checkpoint") == 2, "steps 4 and 8, each once"

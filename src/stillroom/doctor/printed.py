@@ -96,6 +96,8 @@ def plan_lines(plan: Mapping[str, Any]) -> list[str]:
     lines = wrapped("precision  ", f"{plan['precision']}: {plan['reason']}")
     lines += ["", f"on {plan['device']}, when it is the fullest ({layout['largest_at']})"]
     lines += _table(layout["device"])
+    if layout.get("process"):
+        lines += [f"  {'the process with its libraries':<34}{amount(layout['process']):>10}"]
     lines += ["main memory", *_table(layout["main_memory"]), "disk", *_table(layout["disk"])]
     if plan["disk_short_by"]:
         free, short = amount(plan["disk_free"]), amount(plan["disk_short_by"])
