@@ -111,3 +111,12 @@ def test_a_compiled_run_has_the_losses_of_a_plain_one(world: Path, tmp_path: Pat
     assert any(note.startswith("compile: student, ") for note in notes)
     assert any(note.startswith("compile: teacher, ") for note in notes) == (mode == "both")
     assert losses[mode] == pytest.approx(losses["off"], rel=1e-5)
+
+
+def test_half_products_under_autocast_may_differ_by_their_rounding() -> None:
+    """A body whose states are FP32 and whose products are BF16 differs from itself compiled by BF16's rounding."""
+    network, states = torch.nn.Linear(2, 2), torch.ones(3, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert compile.compare(lambda: states * 1.01, lambda: states, network, states)[1]
+        assert not compile.compare(lambda: states * 1.2, lambda: states, network, states)[1]
+    assert not compile.compare(lambda: states * 1.01, lambda: states, network, states)[1]
