@@ -124,4 +124,5 @@ def test_what_follows_from_a_root_is_not_said_beside_it(world: Path, runs: dict[
 
 def test_every_cause_but_two_is_provoked() -> None:
     others = {"student_overtook_teacher", "refused_batches", "stalled_run"}  # a stalled run has a test of its own
+    others |= {"length_inflation", "rollout_loops", "entropy_collapse", "stale_rounds"}  # test_rollout_rules.py
     assert {rule.name for rule in rules_for("log")} - others == set(FAULTS)

@@ -940,7 +940,7 @@ LEAST_ROUNDS = 3
 TOO_LONG = 2.0  # times the data's answers
 GROWN = 1.5  # times the first rounds
 MANY_LOOPS = 0.1  # of the answers
-COLLAPSED = 0.5  # of the first rounds' entropy, while the distance to the teacher grows
+ENTROPY_LOST = 0.5  # of the first rounds' entropy, while the distance to the teacher grows
 STALE = 0.25  # rise of the loss on rollouts where a new round begins
 
 
@@ -1018,7 +1018,7 @@ def entropy_collapse(case: Case) -> Finding | None:
     third = len(losses) // 3
     before, after = (mean([value for _, value in part]) for part in (losses[:third], losses[-third:]))
     first, last = entropies[0], entropies[-1]
-    if first <= 0 or last > COLLAPSED * first or after <= before:
+    if first <= 0 or last > ENTROPY_LOST * first or after <= before:
         return None
     return found(
         "warning",
