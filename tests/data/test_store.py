@@ -25,6 +25,7 @@ from transformers import AutoTokenizer
 from stillroom.config.schema import DataConfig
 from stillroom.core.errors import DataError
 from stillroom.core.files import sum_of_file
+from stillroom.core.types import Detail
 from stillroom.data import Corpus, Loader, Rows, open_data
 from stillroom.data import store as store_module
 from stillroom.data.store import MANIFEST, DataFile, TokenStore, tokenizer_digest
@@ -137,7 +138,10 @@ def test_a_second_start_tokenizes_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     config = DataConfig(train=str(tmp_path / "d.jsonl"), cache=str(tmp_path / "cache"))
     first = open_data(config, tiny.tokenizer())
     monkeypatch.setattr(TokenStore, "_tokenized", lambda *_: pytest.fail("it tokenizes"))
-    assert same_corpus(first, open_data(config, tiny.tokenizer()))
+    again = open_data(config, tiny.tokenizer())
+    assert same_corpus(first, again)
+    details = [{note for note in corpus.notes if isinstance(note, Detail)} for corpus in (first, again)]
+    assert details[1] and {note for note in details[0] - details[1] if not note.startswith("tokenized")} == set()
 
 
 def test_a_changed_file_alone_is_tokenized_again(tmp_path: Path) -> None:

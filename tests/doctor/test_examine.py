@@ -273,7 +273,7 @@ def test_the_command_ends_with_2_where_something_is_red_and_prints_80_columns(
     words = ["doctor", str(path), "--device", "cpu", "--quick"]
     code, out, err = commands.run(capsys, *words)
     assert code == 0, out
-    assert "0 red" in out and "real step" not in out and "looking at data" in err
+    assert "0 red" in out and "real step" not in out and "checking data" in err
     code, out, _err = commands.run(capsys, *words, "--student", "./nosuch")
     assert code == 2 and "1 red" in out
     assert max(map(len, out.splitlines())) <= 80 and "\x1b" not in out

@@ -146,6 +146,8 @@ def unknown_words(command: str) -> list[str]:
             if word not in inner:
                 return [word]
             node = inner[word]
+    if node.name == "cache":  # without a subcommand it writes
+        node = node.commands["write"]
     options = {name for one in node.params for name in (*one.opts, *one.secondary_opts)} | {"--help", "-h"}
     strange += [word for word in words if word.startswith("--") and word.replace("_", "-") not in options]
     return strange

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from stillroom.core.errors import CannotSave, DataError, hide
 from stillroom.core.files import strict
+from stillroom.core.types import Detail
 from stillroom.telemetry.events import EVAL_KEYS, STEP_KEYS, EventLog, problems
 from stillroom.telemetry.record import read_events, scan_events
 
@@ -225,3 +226,11 @@ def test_the_validator_knows_the_contract() -> None:
     ]
     (fault,) = problems(header | step_fields(1, lr=0.0, lr_nonfinite="nan"))
     assert "lr_nonfinite" in fault
+
+
+def test_a_detail_is_marked_in_the_log(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "events.jsonl") as log:
+        log.write("note", text=Detail("a kernel"))
+        log.write("note", text="the disk is full")
+        first, second = log.records()
+    assert first["detail"] is True and first["text"] == "a kernel" and "detail" not in second

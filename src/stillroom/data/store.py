@@ -520,7 +520,6 @@ def _tally_values(tally: Tally) -> dict[str, Any]:
     return {
         "counters": dict(tally.counters),
         "notes": tally.notes,
-        "details": [note for note in tally.notes if isinstance(note, Detail)],
         "bad": [[bad.where, bad.why] for bad in tally.bad],
         "shapes": dict(tally.shapes),
     }
@@ -528,9 +527,7 @@ def _tally_values(tally: Tally) -> dict[str, Any]:
 
 def _tally_of(value: dict[str, Any]) -> Tally:
     bad = [BadRecord(where, why) for where, why in value["bad"]]
-    details = value.get("details", ())
-    notes = [Detail(note) if note in details else note for note in value["notes"]]
-    return Tally(Counter(value["counters"]), notes, bad, Counter(value["shapes"]))
+    return Tally(Counter(value["counters"]), list(value["notes"]), bad, Counter(value["shapes"]))
 
 
 class _Progress:

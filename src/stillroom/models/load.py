@@ -37,8 +37,12 @@ from stillroom.core.errors import BrokenAtStart, foreign_errors
 from stillroom.core.files import Stored, is_in_store, reason_of, write_atomically
 from stillroom.core.machine import main_memory
 from stillroom.core.remote import here
+<<<<<<< HEAD
 from stillroom.core.types import HeadWeights
 from stillroom.losses.head.kernel import choose_folder
+=======
+from stillroom.core.types import Detail, HeadWeights
+>>>>>>> w32b
 from stillroom.models.anatomy import Anatomy, anatomy_of, backbone, head_error, head_of, in_eval_mode
 from stillroom.models.compile import CompiledBody
 from stillroom.models.files import (
@@ -167,7 +171,7 @@ def load_student(section: StudentConfig, *, seed: int) -> tuple[Any, list[str]]:
                 f"the weights of {source.name} are quantised and cannot be trained",
                 advice=["use the model as it was before it was quantised"],
             )
-        notes = [f"student weights loaded from {source.name}", *notes]
+        notes = [Detail(f"student weights loaded from {source.name}"), *notes]
     ready_student(model, section)
     return model, notes
 
@@ -514,7 +518,9 @@ def _choose_attention(network: Any, ids: Tensor, own: Tensor, tolerance: float, 
     change = _change(_answers(network, ids, role), own)
     if change > tolerance:
         network.set_attn_implementation("sdpa")
-        notes.append(f"the {role} keeps its own attention masks: without them its answers change by {change:.2g}")
+        notes.append(
+            Detail(f"the {role} keeps its own attention masks: without them its answers change by {change:.2g}")
+        )
 
 
 def _change(one: Tensor, other: Tensor) -> float:

@@ -378,7 +378,13 @@ def by_loss(teacher: Any, number: int, texts: Sequence[Passage], fits: Fits, tel
         order.append(gone)
         if time.monotonic() - reported > _SECONDS_BETWEEN_REPORTS:
             reported = time.monotonic()
-            tell(f"choosing layers: {len(order)} of {bypass.num_layers - number} taken out in {reported - begun:.0f} s")
+            # Trying each of k layers runs about k / 2 of them: work falls with the square of what is left.
+            done, left = (
+                sum(k * k for k in ks)
+                for ks in (range(len(kept) + 1, bypass.num_layers + 1), range(number + 1, len(kept) + 1))
+            )
+            seconds = (reported - begun) * left / done
+            tell(f"choosing layers: {len(order)} of {bypass.num_layers - number} taken out, about {seconds:.0f} s left")
     why = (
         f"one after another the layer without which the loss on {count:,} tokens was lowest went out "
         f"({', '.join(map(str, order))}): loss {whole:.3f} with all, {loss:.3f} now"
