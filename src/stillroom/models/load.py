@@ -37,12 +37,8 @@ from stillroom.core.errors import BrokenAtStart, foreign_errors
 from stillroom.core.files import Stored, is_in_store, reason_of, write_atomically
 from stillroom.core.machine import main_memory
 from stillroom.core.remote import here
-<<<<<<< HEAD
-from stillroom.core.types import HeadWeights
-from stillroom.losses.head.kernel import choose_folder
-=======
 from stillroom.core.types import Detail, HeadWeights
->>>>>>> w32b
+from stillroom.losses.head.kernel import choose_folder
 from stillroom.models.anatomy import Anatomy, anatomy_of, backbone, head_error, head_of, in_eval_mode
 from stillroom.models.compile import CompiledBody
 from stillroom.models.files import (
