@@ -198,7 +198,7 @@ def test_strict_halts_at_the_first_value_that_is_not_finite(world: Path, tmp_pat
 
 def test_too_many_bad_steps_end_with_21(world: Path, tmp_path: Path) -> None:
     with pytest.raises(TooManySkips) as caught:
-        run(world, tmp_path / "run", "nan_grad@10x50", guard__max_consecutive=5)
+        run(world, tmp_path / "run", "nan_grad@10x50", guard__max_consecutive=5, train__save_steps=5)
     assert caught.value.exit_code == 21
     assert [event["action"] for event in guard_events(tmp_path / "run")] == [*["skip"] * 4, "halt"]
     assert_all_saved_tensors_finite(tmp_path / "run")
