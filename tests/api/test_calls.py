@@ -430,7 +430,8 @@ def test_a_result_tells_what_it_is_and_escapes_it(tmp_path: Path, monkeypatch: p
 
 
 def test_a_run_without_a_better_student_raises_with_its_report_written(world: Path, tmp_path: Path) -> None:
-    settings = quick(world, train__learning_rate=1e-3, train__max_steps=12, train__eval_steps=6)
+    weights = {"objectives__kd__weight": 0.95, "objectives__ce__weight": 0.05}  # labels, which it then fails by
+    settings = quick(world, train__learning_rate=1e-3, train__max_steps=12, train__eval_steps=6, **weights)
     spoiled = {**given(world), "student": given(world)["teacher"], "teacher": given(world)["student"]}
     with pytest.raises(NoBetterStudent) as told:
         stillroom.distill(**spoiled, out=tmp_path / "run", settings=settings, device="cpu")

@@ -62,6 +62,7 @@ def measure(name: str, num_rows: int, num_tokens: int, repeats: int) -> dict[str
     torch.set_num_threads(1)
     loaded = open_teacher(TeacherConfig(model=name), torch.float32)
     model, tokenizer = loaded.network, loaded.tokenizer
+    model.set_attn_implementation("sdpa")  # what a model computes in training may not see the padding's mask
     prompts = [prompt_ids(tokenizer, QUESTIONS[place % len(QUESTIONS)])[0] for place in range(num_rows)]
     ability_of(model)  # tried once in a process
     vocabulary = len(tokenizer)
