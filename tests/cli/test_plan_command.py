@@ -82,7 +82,7 @@ def test_where_nothing_helps_all_changes_are_proposed_and_nothing_is_written(
 @pytest.mark.parametrize(
     ("more", "code", "said"),
     [
-        (["--device-memory", "16XB"], 2, "no amount of memory"),
+        (["--device-memory", "16XB"], 2, "not a memory size"),
         (["--card", "Z9"], 2, "T4"),
         (["--gpu", "Z9"], 2, "T4"),
         (["no-such-file.toml"], 2, "no-such-file.toml"),
