@@ -32,7 +32,6 @@ from stillroom.core.launch import first_line, triton_doubt, triton_failures
 from stillroom.core.types import SampledSignal, TopKSignal
 from stillroom.losses import divergences
 from stillroom.losses.divergences import Divergence
-from stillroom.losses.head.products import power_of_two
 from stillroom.losses.head.rows import (
     GradientRows,
     HalfRequest,
@@ -48,6 +47,7 @@ from stillroom.losses.head.rows import (
     keep_top_k,
     leave_gradient,
     outside_vocabulary,
+    power_of_two,
     without_empty_tail,
 )
 

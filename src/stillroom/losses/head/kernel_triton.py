@@ -29,7 +29,7 @@ from stillroom.core.launch import Launch
 from stillroom.core.types import SampledSignal, TopKSignal
 from stillroom.losses import divergences
 from stillroom.losses.divergences import Divergence
-from stillroom.losses.head.products import lifts_of, power_of_two
+from stillroom.losses.head.products import lifts_of
 from stillroom.losses.head.rows import (
     GradientRows,
     Logits,
@@ -40,6 +40,7 @@ from stillroom.losses.head.rows import (
     finish,
     give_rest_to_label,
     keep_top_k,
+    power_of_two,
     without_empty_tail,
 )
 

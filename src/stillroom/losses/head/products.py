@@ -22,7 +22,16 @@ from torch import Tensor
 
 from stillroom.core.types import HeadWeights
 from stillroom.losses.head.kernel import Bf16Products, bf16_products
-from stillroom.losses.head.rows import GradientRows, HalfRequest, Logits, finish, padded
+from stillroom.losses.head.rows import (
+    BIAS,
+    MANTISSA_BITS,
+    GradientRows,
+    HalfRequest,
+    Logits,
+    finish,
+    padded,
+    power_of_two,
+)
 
 # -- buffers ---------------------------------------------------------------------------------------
 # A pool of large CPU buffers for the head: a buffer returns to it when the last tensor that uses it is gone.
@@ -111,7 +120,6 @@ POOL = BufferPool()
 
 
 HALVES = (torch.float16, torch.bfloat16)
-_BIAS, _MANTISSA_BITS = 127, 23  # of an FP32 number
 _TOP = 14  # exponent of the largest entry of a row after scaling: below 2^15, and FP16 ends at 65,504
 _MOST_LIFT = 80  # a row whose largest entry is below 2^-66 is not lifted to the top: its power would leave FP32
 _LEAST_HIDDEN = -24  # exponent of the smallest FP16 number
@@ -333,19 +341,14 @@ def _balanced(hidden: Tensor, lifts: Tensor) -> tuple[Tensor, Tensor]:
 
 def lifts_of(rows: Tensor) -> Tensor:
     """Exponents that take the largest magnitude of each FP32 row [C, ...] to 2^14. [C], int32."""
-    return (_TOP - _exponents(rows)).clamp_(1 - _BIAS, _MOST_LIFT)
+    return (_TOP - _exponents(rows)).clamp_(1 - BIAS, _MOST_LIFT)
 
 
 def _exponents(rows: Tensor) -> Tensor:
     """floor(log2) of the largest magnitude in each FP32 row. [C], int32; -127 for zeros, 128 for NaN and inf."""
     low, high = torch.aminmax(rows, dim=-1)
     bits = torch.maximum(-low, high).view(torch.int32)
-    return (bits >> _MANTISSA_BITS).bitwise_and_(0xFF).sub_(_BIAS)
-
-
-def power_of_two(exponents: Tensor) -> Tensor:
-    """2^exponent in FP32, exactly: a device's exp2 and pow may be off by a digit. Held to the normal numbers."""
-    return ((exponents.clamp(1 - _BIAS, _BIAS) + _BIAS) << _MANTISSA_BITS).view(torch.float32)
+    return (bits >> MANTISSA_BITS).bitwise_and_(0xFF).sub_(BIAS)
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:

@@ -27,6 +27,14 @@ from stillroom.losses.divergences import Divergence, check_number, check_tensor,
 # Legend: C rows of a chunk, V vocabulary, K kept ids.
 
 
+BIAS, MANTISSA_BITS = 127, 23  # of an FP32 number
+
+
+def power_of_two(exponents: Tensor) -> Tensor:
+    """2^exponent in FP32, exactly: a device's exp2 and pow may be off by a digit. Held to the normal numbers."""
+    return ((exponents.clamp(1 - BIAS, BIAS) + BIAS) << MANTISSA_BITS).view(torch.float32)
+
+
 @dataclass(frozen=True)
 class HalfRequest:
     """The next products read the gradient in this half dtype: a kernel may write it so, over the logits."""
