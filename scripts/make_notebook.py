@@ -90,7 +90,7 @@ max_steps = {STEPS}
     (
         "markdown",
         "Measure the GPU: what it reaches, and how far the package's predictions are off. The block that it prints "
-        "belongs into an issue: no GPU was at hand when they were written.",
+        "belongs into an issue: no GPU was available when they were written.",
     ),
     (
         "code",

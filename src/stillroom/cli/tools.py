@@ -494,7 +494,7 @@ def write(
     teacher: TeacherModel = None,
     data: TrainData = None,
     device: Device = "auto",
-    max_minutes: Annotated[float, typer.Option(help="stop after so long, exit code 75; 0: no limit")] = 0.0,
+    max_minutes: Annotated[float, typer.Option(help="stop after N minutes, exit code 75; 0: no limit")] = 0.0,
     set_: Annotated[list[str] | None, typer.Option("--set", help="any setting, e.g. write.samples=4")] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -105,7 +105,7 @@ def open_checker(name: str) -> Check:
             raise ConfigError(
                 f"the checker {name} fails on an answer: {type(error).__name__}: {reason_of(error)}",
                 where=name,
-                advice=["mend it: a checker takes answer, reference and prompt, and returns a number from 0 to 1"],
+                advice=["fix it: a checker takes answer, reference and prompt, and returns a number from 0 to 1"],
             ) from error
         if not (math.isfinite(score) and 0.0 <= score <= 1.0):
             raise ConfigError(f"the checker {name} returns {score}, not a number from 0 to 1", where=name)

@@ -331,7 +331,7 @@ def refusals(run: Path, config: Config, scratch: Path, device: str) -> Iterator[
         try:
             path.write_bytes(_with(original, key, value))
             resume(run, device=device)
-            wrong = "the run went on with a changed one"
+            wrong = "the run continued with a changed one"
         except InputsChanged:
             wrong = ""
         except StillroomError as error:

@@ -327,7 +327,7 @@ def records(setup: Setup) -> Iterator[Finding]:
         yield amber(
             "bad_lines",
             f"{count:,} records cannot be used, the first is {first['where']}: {first['why']}",
-            f"mend them; stillroom data {source} --model {setup.config.student.model} lists them",
+            f"fix them; stillroom data {source} --model {setup.config.student.model} lists them",
         )
     if share < FEW_SCORED:
         what = f"{share:.1%} of the tokens are scored: most of the work is spent on text that is not learned"
@@ -340,7 +340,7 @@ def records(setup: Setup) -> Iterator[Finding]:
         )
     for name, said in _LOST.items():
         if count := seen["left_out"].get(name, 0):
-            yield amber(name, f"{count:,} {said}", "stillroom data shows what is scored; mend the records")
+            yield amber(name, f"{count:,} {said}", "stillroom data shows what is scored; fix the records")
 
 
 @rule("setup", subject="data")

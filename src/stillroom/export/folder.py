@@ -360,7 +360,7 @@ def _trained_layers(source: Source, form: str) -> Mapping[str, str]:
 def llama_cpp_speed(folder: Path) -> float | None:
     """Tokens a second that llama.cpp writes with the file, on one thread; None where xllamacpp is not installed.
 
-    In a process of its own: a file that llama.cpp cannot load may end the process.
+    In a separate process: a file that llama.cpp cannot load may end the process.
     """
     path = next(iter(sorted(folder.glob("*.gguf"))), None)
     if path is None or importlib.util.find_spec("xllamacpp") is None:

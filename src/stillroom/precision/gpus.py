@@ -5,7 +5,8 @@ products are faster only when they are summed in half, which nothing here does. 
 sustains about 24 of 65 TFLOP/s in large products under its limit of 70 W (NVIDIA's developer forum, thread 264462), and
 80 % of a bandwidth is what copies usually reach. For other GPUs half of the peak is assumed.
 
-Memory is what torch shows as `total_memory`, less than what is printed on the box: the lowest figure in users' reports.
+Memory is what torch shows as `total_memory`, less than what is printed on the box. The T4's 14.56 GiB is the lowest
+figure in users' reports; those of the other GPUs are estimates of the same kind, without a source.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `handle` is a listener of the run's event log. Writing takes time from the run, so it is counted, and a page is left out
 where it would take the writing above MAX_SHARE of the run's time. A page that cannot be written never stops a run: the
-first failure is said, all are counted.
+first failure is logged, all are counted.
 """
 
 from __future__ import annotations

@@ -562,7 +562,7 @@ EVENTS: dict[str, EventKind] = {
         },
     ),
     "advice": EventKind(
-        "A cause of trouble was found in the run so far; each is said once.",
+        "A cause of trouble was found in the run so far; each is reported once.",
         {
             "step": "last step before it",
             "cause": "name, as in `stillroom diagnose`",

@@ -67,7 +67,7 @@ class Rates:
 
 
 def shape_of(student: Any, tokens: int) -> Shape | None:
-    """The shapes of a student's products; None where it has no head of its own."""
+    """The shapes of a student's products; None where it has no separate head."""
     head = student.get_output_embeddings()
     if head is None or not isinstance(getattr(head, "weight", None), torch.Tensor):
         return None

@@ -287,7 +287,7 @@ def run_evaluation(
 ) -> Evaluation:
     """Evaluate with the loss weights of the last step, so that train and eval objectives are comparable.
 
-    `on_teacher` gets the teacher's own scores from the same pass before anything is said of the student.
+    `on_teacher` gets the teacher's own scores from the same pass before anything is logged of the student.
     """
     loss_weights = loss_weights or run.loss_weights(state)
     run.hooks.in_eval()

@@ -730,7 +730,7 @@ def make_snapshots(
 ) -> Snapshots:
     """Keep small snapshots in memory while they take a modest share of what is free, else use the checkpoints on disk.
 
-    Large ones go into files of their own on a CPU: main memory is there for the models.
+    Large ones go into separate files on a CPU: main memory is there for the models.
     """
 
     def tell(text: str) -> None:

@@ -195,7 +195,7 @@ def _tokenizers(config: Config, notes: list[str], *, asks_teacher: bool) -> tupl
 
 
 def _opened(config: Config, tokenizer: Any) -> LoadedModel:
-    """Open the student of its own folder, with the teacher's vocabulary where that is asked for."""
+    """Open the student from its folder, with the teacher's vocabulary where that is asked for."""
 
     def change(network: Any) -> list[str]:
         if config.student.vocabulary == "own":

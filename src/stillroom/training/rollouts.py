@@ -124,7 +124,7 @@ def plan_rollouts(
     is_stored = section.answers == "stored" and isinstance(temperature, float)
     lengths = [num_answer for _, _, num_answer in found if num_answer]
     lost = len(found) - len(prompts)
-    notes = [f"the student answers {len(prompts):,} prompts of {section.prompts}, in rounds of its own text"]
+    notes = [f"the student answers {len(prompts):,} prompts of {section.prompts}, in rounds"]
     if lost:
         notes.append(f"{lost:,} prompts are left out: they are empty or leave no room for an answer in a row")
     return Rollouts(
@@ -379,7 +379,7 @@ def _ends(facts: RoundFacts) -> str:
 
 
 def _remarks(rollouts: Rollouts, new: Round) -> Iterator[tuple[str, str]]:
-    """What a user should know of a round: by a name, so that each is said once."""
+    """What a user should know of a round: by a name, so that each is reported once."""
     facts = new.facts
     if not rollouts.answer_length:  # plain text has no end to compare with
         return

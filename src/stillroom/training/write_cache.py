@@ -113,8 +113,8 @@ def temperature_folders(config: Config, out: Path, temperatures: Sequence[float]
     """Where the answers at each temperature lie: in the folder itself where there is one, else in folders within."""
     if temperatures and config.objectives.span_weights:
         raise ConfigError(
-            "likelihoods of spans are those of the models, at temperature 1: objectives.alm has a temperature of its "
-            "own, which works on any stored answer",
+            "likelihoods of spans are those of the models, at temperature 1: objectives.alm has its own temperature, "
+            "which works on any stored answer",
             where="--temperature",
             advice=["leave --temperature out"],
         )

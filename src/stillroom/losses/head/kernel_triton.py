@@ -589,7 +589,7 @@ class Member:
 
 
 def member_of(divergence: Divergence | None) -> Member | None:
-    """None where the kernels do not have it: targets or weights that need a pass of their own, settings near an end."""
+    """None where the kernels do not have it: targets or weights that need a separate pass, settings near an end."""
     match divergence:
         case None:
             return Member(_NONE.value)

@@ -754,7 +754,7 @@ def score_head(
 def _heaviest(
     kd_weight: Weight, ce_weight: Weight, temperature: float, own: Sequence[Tensor | None]
 ) -> tuple[float, float, float] | None:
-    """Weights and temperature of every row, where the host knows them: rows have nothing of their own."""
+    """Weights and temperature of every row, where the host knows them: rows have no other."""
     if isinstance(kd_weight, Tensor) or isinstance(ce_weight, Tensor) or any(one is not None for one in own):
         return None
     return kd_weight, ce_weight, temperature
