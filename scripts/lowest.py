@@ -18,7 +18,7 @@ _REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(?:\[(?P<extras>[\w,-]+)\])?(?P<bou
 
 def lowest(requirements: Iterable[str], extras: dict[str, list[str]], own_name: str) -> Iterator[tuple[str, str]]:
     """(package, lowest version) of each requirement. Those of the project's own extras are looked up in `extras`."""
-    for requirement in requirements:
+    for requirement in (one.partition(";")[0].strip() for one in requirements):
         parts = _REQUIREMENT.fullmatch(requirement)
         if parts is None:
             raise ValueError(f"{requirement!r} is not of the form name>=version")

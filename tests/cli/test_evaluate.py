@@ -61,7 +61,7 @@ def test_figures_of_a_student_that_changed_are_not_passed_on(folder: Path, capsy
     page = Path(output(capsys, "report", str(folder)).strip()).read_text(encoding="utf-8")
     assert "The student has changed since it was measured" in page
     text = output(capsys, "export", str(folder), "--out", str(folder.parent / "out"))
-    assert "note    the card is without the figures of `stillroom eval`" in text
+    assert "note    the model card is without the figures of `stillroom eval`" in text
     assert "Not shown: the figures" in (folder.parent / "out" / "README.md").read_text()
 
 

@@ -99,7 +99,7 @@ def test_a_run_of_the_guides_json_prints_both(world: Path, tmp_path: Path) -> No
     names = {"teacher_model": str(world / "teacher"), "student_model": str(world / "student")}
     path = written(tmp_path, train_data=str(world / "train.jsonl"), max_length=32, epochs=3, **names)
     loaded, stream = load(path, overrides={"eval.samples": 0, "train.gradient_accumulation_steps": 8}), io.StringIO()
-    view = ConsoleView("plain", stream)
+    view = ConsoleView("plain", stream, verbose=True)
     distill(loaded.config, tmp_path / "run", device="cpu", listeners=(view.handle,), notes=loaded.notes)
     steps = [event for event in read_events(tmp_path / "run" / "events.jsonl") if event["event"] == "step"]
     first = [step for step in steps if step["phase"] == "logits"]

@@ -77,9 +77,11 @@ def wrong_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     assert wrong != text
     (source / "maths.h").write_text(wrong)
     made = tmp_path / "rows.so"
-    flags, between = ["-std=c++17", "-O1", "-fPIC", "-fopenmp"], str(tmp_path / "rows.o")
-    subprocess.run([compiler, *flags, "-c", str(source / "rows.cpp"), "-o", between], check=True)
-    subprocess.run([compiler, "-shared", between, "-o", str(made)], check=True)
+    flags = ["-std=c++17", "-O1", "-fPIC", "-fopenmp"]
+    between = [str(tmp_path / f"{file.stem}.o") for file in sorted(source.glob("*.cpp"))]
+    for file, target in zip(sorted(source.glob("*.cpp")), between, strict=True):
+        subprocess.run([compiler, *flags, "-c", str(file), "-o", target], check=True)
+    subprocess.run([compiler, "-shared", *between, "-o", str(made)], check=True)
     monkeypatch.setenv("STILLROOM_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "cache" / "stillroom" / "kernels"
     folder.mkdir(parents=True, mode=0o700)

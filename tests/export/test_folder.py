@@ -141,7 +141,7 @@ def test_a_place_that_holds_something_is_refused(chatty: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--format", "zip"], "none of hf, gguf, onnx"),
+        (["--format", "zip"], "hf, gguf, onnx"),
         (["--dtype", "float8"], "not written as float8"),
         (["--gguf-type", "f16"], "--format gguf"),
         (["--format", "gguf", "--quantise", "q4"], "not written as q4"),

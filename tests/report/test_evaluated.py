@@ -53,4 +53,4 @@ def test_hostile_names_and_notes_are_inert() -> None:
 
 def test_many_figures_and_notes_are_cut_and_counted() -> None:
     made = part(student={"tasks": {f"t{n}": {"acc": 0.5} for n in range(200)}, "notes": [str(n) for n in range(40)]})
-    assert "more figures stand in eval.json" in made and "more notes stand in eval.json" in made
+    assert "more figures are in eval.json" in made and "more notes are in eval.json" in made

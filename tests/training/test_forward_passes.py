@@ -84,6 +84,7 @@ def test_a_run_of_n_steps_with_e_evaluations_runs_each_model_a_known_number_of_t
         ("first forward", "student"): 1,
         ("first forward", "teacher"): 1,
         ("canaries", "student"): 1 + len(looks),
+        ("canaries", "teacher"): 1,  # the objective is the canary's loss, and the teacher's answer is kept
         ("token view", "student"): rows,
         ("token view", "teacher"): rows,
         ("read again", "student"): 1,

@@ -114,7 +114,7 @@ def test_what_cannot_be_compared_is_said() -> None:
     ids, weights = torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 3)
     drawn = SampledSignal(ids=ids, weights=weights, entropy=torch.ones(2))
     warm = TopKSignal(ids=ids, log_probs=weights, tail_log_mass=torch.ones(2), temperature=2.0)
-    assert "drawn tokens" in why_not(drawn, 0)
+    assert "sampled tokens" in why_not(drawn, 0)
     assert "temperature 2" in why_not(warm, 3)
     assert why_not(drawn, 3) == ""
     paired = PairedSignal(hidden=weights, head=HeadWeights(weights))

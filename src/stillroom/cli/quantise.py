@@ -15,7 +15,7 @@ _TO = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
 _ROWS = {"teacher": "original", "student_before": "rounded", "student": "trained"}
 
 
-@app.command()
+@app.command(short_help="Distil a model into its own quantised GGUF file.")
 def quantise(
     model: Annotated[str, typer.Argument(help="folder of a model or a run, hub id, or GGUF file")],
     data: Annotated[str, typer.Option(help="file, glob, hf:NAME, or builtin:stdlib: text like that it is used on")],

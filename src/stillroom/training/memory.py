@@ -709,7 +709,8 @@ def disk_note(config: Config, copies: Copies, folder: Path) -> str:
     One is written before the oldest is deleted. What lies in the folder already will be deleted for new ones.
     """
     kept = (copies.to_save + copies.best) * (config.checkpoint.keep + 1)
-    free = shutil.disk_usage(folder).free + sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    disk = next((place for place in (folder, *folder.parents) if place.exists()), Path())
+    free = shutil.disk_usage(disk).free + sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
     if kept <= free:
         return ""
     return (

@@ -391,6 +391,7 @@ def canary_loss(run: Run) -> float:
     options: dict[str, Any] = {}
     if run.canary_is_objective:
         options = {"teacher": run.teacher, "mix": run.mix, "loss_weights": run.curriculum.at(1.0)}
+        options["answers"] = run.canary_answers
     # Dropout is off in evaluation, so the random state does not change.
     with run.parallel.gathered():
         result = evaluate(run.student, [run.canary()], precision=run.precision, **options)

@@ -547,6 +547,7 @@ class Run:
     inputs: dict[str, dict[str, Any]] = field(default_factory=dict)  # hashes of data and models, for the checkpoints
     rollouts: Rollouts | None = None  # rounds of the student's own text
     stages: Stages = field(default_factory=Stages)  # what is announced between steps
+    canary_answers: KeptAnswers = field(default_factory=KeptAnswers)  # of the teacher on the canary batch
 
     @property
     def device(self) -> torch.device:
