@@ -186,7 +186,7 @@ def test_a_run_goes_on_on_another_device_in_the_mode_it_began_in(on_cuda: Ask) -
     assert losses[:4] == pytest.approx(losses[4:], rel=1e-5), "the card's numbers are the CPU's"
     for name, mode in (("from the CPU", "fp32"), ("from the CPU fp16", "fp16-split"), ("to the CPU", "fp16-master")):
         assert answers[name]["precision"] == mode and len(answers[name]["steps"]) == 5
-        assert any("continues with" in note for note in answers[name]["notes"])
+        assert any("the run continues on" in note for note in answers[name]["notes"])
     assert answers["cut and resumed"]["is_same"], "bit for bit"
     for pair in (answers["evaluate"]["perplexity"], answers["evaluate"]["kl"]):
         assert pair[0] == pytest.approx(pair[1], rel=1e-6)

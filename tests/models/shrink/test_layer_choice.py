@@ -265,7 +265,7 @@ def test_a_run_says_what_was_kept_and_why_and_how_the_student_stands(deep: Path,
     before = result.summary["student_before"]["perplexity"]
     assert f"right after the cut the student's held-out perplexity is {before:,.4g}" in notes
     said = [event for event in heard if event["event"] != "stage"]
-    assert said[0] == {"event": "note", "text": "choosing 3 of 4 layers by loss on 768 tokens"}
+    assert said[0]["text"] == "choosing 3 of 4 layers by loss on 768 tokens"
 
 
 def test_a_resumed_run_keeps_its_layers_and_chooses_nothing_again(
