@@ -11,7 +11,7 @@ from refusals import refused
 from transformers import AutoModelForCausalLM
 
 from stillroom.core.errors import BrokenAtStart
-from stillroom.models.vocabulary import new_rows, replace_vocabulary, take_marks
+from stillroom.models.anatomy import new_rows, replace_vocabulary, take_marks
 
 PIECES = [(7,), (3, 5, 9), (), (3,), (2, 2)]
 USED = range(4, 10)

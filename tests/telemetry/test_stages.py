@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from stillroom.telemetry.events import EventLog, problems
-from stillroom.telemetry.stages import Listening, Stages
+from stillroom.telemetry.events import EventLog, Listening, Stages, problems
 
 
 class Clock:

@@ -1,6 +1,6 @@
 """Load models, describe them, and run them."""
 
-from stillroom.models.anatomy import Anatomy, anatomy_of, head_error
+from stillroom.models.anatomy import Anatomy, agree_on_vocabulary, anatomy_of, head_error, num_ids, vocabulary_hash
 from stillroom.models.files import find
 from stillroom.models.load import (
     LoadedModel,
@@ -13,7 +13,6 @@ from stillroom.models.load import (
     try_model,
 )
 from stillroom.models.student import Student, gives_attention
-from stillroom.models.vocabulary import agree_on_vocabulary, num_ids, vocabulary_hash
 
 __all__ = [
     "Anatomy",

@@ -39,7 +39,16 @@ from stillroom.core.machine import main_memory
 from stillroom.core.remote import here
 from stillroom.core.types import Detail, HeadWeights
 from stillroom.losses.head.kernel import choose_folder
-from stillroom.models.anatomy import Anatomy, anatomy_of, backbone, head_error, head_of, in_eval_mode
+from stillroom.models.anatomy import (
+    Anatomy,
+    anatomy_of,
+    backbone,
+    check_rows,
+    head_error,
+    head_of,
+    in_eval_mode,
+    vocabulary_hash,
+)
 from stillroom.models.compile import CompiledBody
 from stillroom.models.files import (
     COMPLETE,
@@ -61,7 +70,6 @@ from stillroom.models.gguf import gguf_config, gguf_network, gguf_tokenizer, pac
 from stillroom.models.shrink.width import config_of_layers
 from stillroom.models.student import NAME as CAUSAL_ATTENTION
 from stillroom.models.student import Student, attend_causally
-from stillroom.models.vocabulary import check_rows, vocabulary_hash
 
 # Masks, positions and rotary tables that older versions of transformers saved with the weights; the model computes
 # them. `attn.bias` is a mask: real biases of an attention carry the names of its projections.

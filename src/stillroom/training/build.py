@@ -25,7 +25,7 @@ from stillroom.precision.policy import needs_fp32_weights
 from stillroom.teachers.base import RunContext, Teacher
 from stillroom.teachers.build import build_teacher, num_trained_by_teacher
 from stillroom.telemetry import EventLog
-from stillroom.telemetry.stages import Stages
+from stillroom.telemetry.events import Stages
 from stillroom.training.checkpoint import CheckpointStore
 from stillroom.training.faults import make_hooks
 from stillroom.training.guard import Guard
@@ -77,9 +77,10 @@ def build_run(
     loader = make_loader(config, corpus, parallel, initial_world_size)
     schedule = Schedule.of(config, loader.num_batches, initial_world_size)
     budget = make_budget(config, models, corpus, schedule, initial_world_size)
-    rounds = RoundStore(folder / "rollouts")
-    rollouts = plan_rollouts(config, corpus, models.tokenizer, loader, schedule, parallel, rounds)
-    if rollouts is not None:
+    rollouts = None
+    if config.rollouts is not None:
+        rounds = RoundStore(folder / "rollouts")
+        rollouts = plan_rollouts(config, config.rollouts, corpus, models.tokenizer, loader, schedule, parallel, rounds)
         loader = rollouts.loader
         if inputs is not None:
             inputs.prompts(rollouts.section.prompts, rollouts.prompts)

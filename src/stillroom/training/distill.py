@@ -26,7 +26,7 @@ from stillroom.parallel.base import join
 from stillroom.precision.adamw import describe_update
 from stillroom.precision.device import deterministic, find_device, teacher_dtype, wide_sums
 from stillroom.telemetry import EventLog, SilentLog
-from stillroom.telemetry.stages import Listening, Stages
+from stillroom.telemetry.events import Listening, Stages
 from stillroom.telemetry.trackers import open_tracking
 from stillroom.training import run_folder as run_folder
 from stillroom.training.build import build_run

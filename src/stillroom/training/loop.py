@@ -148,8 +148,9 @@ def _steps(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
         if state.cursor in state.quarantined:
             state.cursor += 1
             continue
-        with _stoppable(run, state, stop):
-            ensure_round(run, state)
+        if run.rollouts is not None:
+            with _stoppable(run, state, stop):
+                ensure_round(run, state)
         state.begun_at = run.log.position
         began, processor = time.monotonic(), time.process_time()
         window = run.loader.window(state.cursor)

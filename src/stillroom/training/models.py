@@ -45,8 +45,8 @@ from stillroom.teachers.build import (
     shared_vocabulary,
 )
 from stillroom.telemetry import EventLog
-from stillroom.telemetry.stages import Stages
-from stillroom.training.cpu_rates import answers_in_bf16, shape_of, with_rates
+from stillroom.telemetry.events import Stages
+from stillroom.training.cpu_rates import LEAST_PARAMETERS, answers_in_bf16, shape_of, with_rates
 from stillroom.training.student import adapted, check_base, check_weights, cut_student, store_frozen, take_vocabulary
 
 
@@ -139,12 +139,13 @@ def load_models(
     if config.student.adapter is not None:
         student, adapter = adapted(config, student, student_name(config))
     facts = facts_of(device)
-    if config.precision.mode == "auto" and not begun_in:
-        shape = shape_of(student.network, config.train.rows_per_batch * config.data.max_length)
-        processes = parallel.size if parallel else 1
-        facts = with_rates(facts, shape, num_trained(student.network), num_processes=processes)
-    mode, _ = choose(config.precision.mode, facts, begun_in=begun_in)
-    is_bf16 = answers_in_bf16(config, mode, device.type, num_trained(student.network))
+    is_bf16, count = False, num_trained(student.network)
+    if device.type == "cpu" and count >= LEAST_PARAMETERS:
+        if config.precision.mode == "auto" and not begun_in:
+            shape = shape_of(student.network, config.train.rows_per_batch * config.data.max_length)
+            facts = with_rates(facts, shape, count, num_processes=parallel.size if parallel else 1)
+        mode, _ = choose(config.precision.mode, facts, begun_in=begun_in)
+        is_bf16 = answers_in_bf16(config, mode, device.type, count)
     if is_bf16:
         source = find_source(config, device, folder, tokenizer, own_tokenizer, is_bf16=True)
     if source.is_loaded:

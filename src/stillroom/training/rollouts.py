@@ -81,17 +81,15 @@ class Rollouts:
 
 def plan_rollouts(
     config: Config,
+    section: RolloutsConfig,
     corpus: Corpus,
     tokenizer: Any,
     data: Loader,
     schedule: Schedule,
     parallel: Parallel,
     store: RoundStore,
-) -> Rollouts | None:
-    """Prepare what rounds are written with; None where the run has none. Raise where nothing can be answered."""
-    section = config.rollouts
-    if section is None:
-        return None
+) -> Rollouts:
+    """Prepare what rounds are written with. Raise where nothing can be answered."""
     if parallel.is_sharded:
         raise ConfigError(
             "[rollouts]: a student in parts cannot write",

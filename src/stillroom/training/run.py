@@ -28,7 +28,7 @@ from stillroom.precision import AdamW, Precision
 from stillroom.precision.storage import local
 from stillroom.teachers import NO_TEACHER, Teacher
 from stillroom.telemetry import EventLog
-from stillroom.telemetry.stages import Stages
+from stillroom.telemetry.events import Stages
 from stillroom.training.checkpoint import CheckpointStore, DiskCopies, Mark, Saved, Saves, SnapshotRing, Snapshots
 from stillroom.training.evaluate import Evaluation, KeptAnswers, never_stop
 from stillroom.training.guard import Guard

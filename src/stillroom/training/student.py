@@ -24,12 +24,12 @@ from stillroom.core.types import Batch
 from stillroom.data import Corpus, fixed_batches, open_data
 from stillroom.data.two_tokenizers.align import Pieces, pieces_of
 from stillroom.models import LoadedModel, find
+from stillroom.models.anatomy import replace_vocabulary, take_marks
 from stillroom.models.load import ready_student
 from stillroom.models.lora import Adapter, attach, store_base, try_adapter
 from stillroom.models.shrink.cut import Cut, cut
 from stillroom.models.shrink.layer_choice import CHOICE_TOKENS, Choice, blocks_of, settled_layers
 from stillroom.models.shrink.width import CALIBRATION_BATCHES
-from stillroom.models.vocabulary import replace_vocabulary, take_marks
 from stillroom.parallel import Parallel
 from stillroom.precision import Precision
 
