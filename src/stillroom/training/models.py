@@ -46,7 +46,8 @@ from stillroom.teachers.build import (
 )
 from stillroom.telemetry import EventLog
 from stillroom.telemetry.events import Stages
-from stillroom.training.cpu_rates import LEAST_PARAMETERS, answers_in_bf16, shape_of, with_rates
+from stillroom.training import cpu_rates
+from stillroom.training.cpu_rates import answers_in_bf16, shape_of, with_rates
 from stillroom.training.student import adapted, check_base, check_weights, cut_student, store_frozen, take_vocabulary
 
 
@@ -140,7 +141,7 @@ def load_models(
         student, adapter = adapted(config, student, student_name(config))
     facts = facts_of(device)
     is_bf16, count = False, num_trained(student.network)
-    if device.type == "cpu" and count >= LEAST_PARAMETERS:
+    if device.type == "cpu" and count >= cpu_rates.LEAST_PARAMETERS:
         if config.precision.mode == "auto" and not begun_in:
             shape = shape_of(student.network, config.train.rows_per_batch * config.data.max_length)
             facts = with_rates(facts, shape, count, num_processes=parallel.size if parallel else 1)
