@@ -16,7 +16,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "stillroom"
 LAYERS = [
     {"core"},
     {"config"},
-    {"builtin", "metrics.metrics", "metrics.lm_eval", "training.curriculum", "training.guard", "training.schedule"},
+    {"builtin", "metrics.metrics", "metrics.lm_eval", "training.guard", "training.schedule"},
     {"losses", "precision", "data"},
     {"models"},
     {"parallel", "telemetry"},

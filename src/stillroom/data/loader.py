@@ -5,8 +5,8 @@ step. Windows never cross epochs: the last window of an epoch may have fewer mic
 micro-batch fewer rows, but no row is left out. 9,353 rows with batch size 1 and accumulation 8 are 1,170
 steps an epoch, the last with one micro-batch.
 
-With `groups_lengths` the rows of a batch are of about equal length (`mixing.grouped`); after `short_first` the
-first windows go from short rows to long ones (`mixing.ramp`).
+With `groups_lengths` the rows of a batch are of about equal length; after `short_first` the first windows go from short
+rows to long ones.
 
 Several processes share each window: process r of n takes every nth micro-batch from the rth on. Together they read in
 the order of one process with n times the accumulation. `initial_world_size` is the number of processes that the run
