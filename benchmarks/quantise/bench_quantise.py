@@ -94,6 +94,7 @@ def main() -> None:
         if any((row["format"], row.get("seed", 0), row.get("rate", 0.0)) == (form, seed, rate) for row in rows):
             continue
         rows.append(written(form) if wants.part == "files" else trained(wants.part, form, seed, rate, wants.steps))
+        path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(rows, indent=1) + "\n")
         print(json.dumps(rows[-1]))
 

@@ -153,7 +153,7 @@ def test_a_model_that_writes_nothing_says_so(folder: Path, capsys: Any, monkeypa
     nothing = Piece(0, "", "end of text")
     monkeypatch.setattr("stillroom.models.generate.write", lambda *given, **_: given[3](nothing))
     code, _out, err = run(capsys, "generate", str(folder / "instruct"), "--prompt", "the")
-    assert code == 0 and "wrote nothing" in err
+    assert code == 0 and "wrote no word" in err
 
 
 def test_an_unknown_wish_for_bos_is_refused(folder: Path, capsys: Any) -> None:

@@ -159,7 +159,7 @@ def generate(
         _show(number, {role: [_whole(rows[number])] for role, rows in made.items()})
 
 
-_NOTHING = "the model wrote nothing: its first token ends the text"
+_NOTHING = "the model wrote no word: its text is empty or white space alone"
 
 
 def _show(number: int, voices: dict[str, Iterable[str]]) -> None:

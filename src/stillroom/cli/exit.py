@@ -179,7 +179,10 @@ def _usage_error(error: BaseException) -> ConfigError | None:
         return None
     command = getattr(getattr(error, "ctx", None), "command_path", "stillroom")
     setting = nearest_key(str(getattr(error, "option_name", "") or "").lstrip("-").replace("-", "_"))
-    hint = [f"any setting is given with --set: --set {setting}=VALUE"] if setting and "." in setting else []
+    parameters = getattr(getattr(getattr(error, "ctx", None), "command", None), "params", ())
+    takes_settings = any(parameter.name == "set_" for parameter in parameters)
+    is_setting = takes_settings and setting and "." in setting
+    hint = [f"any setting is given with --set: --set {setting}=VALUE"] if is_setting else []
     return ConfigError(explain(), where="command line", advice=[*hint, f"{command} --help"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import date
@@ -360,8 +361,8 @@ def _train(
     if not {"teacher", "eval"}.isdisjoint(changed):  # the summary describes the teacher that is here
         state.before |= _teacher_before(run, state)
     if saved is None:
-        about = None if run.teacher.training.trained_weights() else 0.0
-        with run.stages.stage("measuring the teacher's gates", about=about):
+        has_gates = bool(run.teacher.training.trained_weights())
+        with run.stages.stage("measuring the teacher's gates") if has_gates else contextlib.nullcontext():
             run.teacher.training.begin_run()  # before the initial state is kept: the probe's result is part of it
         first_forward(run, state, vocabularies)
         find_micro_batch(run, state)

@@ -229,7 +229,7 @@ def _alternatives(config: Config, shapes: Shapes, mode: str, rows: int) -> tuple
 
 
 def _left_out(config: Config) -> list[str]:
-    notes = ["not counted in the table: fragmentation, compiled bodies, the libraries themselves"]
+    notes = ["not counted in the table: fragmentation, compiled bodies"]
     if inner := config.objectives.inner_weights:
         notes.append(f"not counted: hidden states and maps that {' and '.join(inner)} keep, and their projectors")
     if config.teacher.placement == "shard":
