@@ -237,7 +237,7 @@ def read_file(path: Path) -> Table:
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply to be a configuration") from None
     except ValueError as error:  # raised by both parsers, and for numbers with thousands of digits
-        start = "`stillroom presets base` prints a complete file to start from"
+        start = "`stillroom presets base` prints settings to start from, without models and data"
         if path.suffix.lower() in (".yaml", ".yml"):
             raise ConfigError(
                 f"{path} is YAML, and configurations are TOML, or JSON where the name ends in .json",
@@ -483,7 +483,9 @@ def nearest_key(key: str) -> str | None:
             return section if not rest or f"{section}.{rest}" not in keys else f"{section}.{rest}"
     elif last in _OTHER_NAMES:
         return _OTHER_NAMES[last]
-    whole = difflib.get_close_matches(key, keys, n=1, cutoff=0.75)
+    # Sections inside a section too: objectives.cee is objectives.ce.
+    sections = dict.fromkeys(candidate.rsplit(".", 1)[0] for candidate in keys if candidate.count(".") > 1)
+    whole = difflib.get_close_matches(key, [*keys, *sections], n=1, cutoff=0.75)
     if whole:
         return whole[0]
     by_last = {candidate.rsplit(".", 1)[-1]: candidate for candidate in reversed(keys)}

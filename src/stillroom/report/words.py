@@ -20,6 +20,7 @@ from stillroom.telemetry.wording import (
 )
 
 _MUCH, _LITTLE = 0.5, 0.1  # shares of the gap to the teacher
+_BEYOND = 1.1  # of the gap to the teacher: better than it by more than chance alone gives
 
 
 def verdict(run: RunRecord) -> str:
@@ -35,6 +36,8 @@ def verdict(run: RunRecord) -> str:
     if teacher is None or teacher >= before:
         return "Training helped: the student predicts held-out text better than before."
     share = (before - student) / (before - teacher)
+    if share > _BEYOND:
+        return "The student predicts held-out text better than its teacher: this teacher does not know the text well."
     if share >= 1:
         return "Distillation worked: the student is as good as its teacher on held-out text."
     word = "worked" if share >= _MUCH else "worked in part" if share >= _LITTLE else "changed little"
