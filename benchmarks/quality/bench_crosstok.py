@@ -26,7 +26,7 @@ from book import Book
 from pairs import BYTE_LEVEL, SENTENCE_PIECE, Sides
 
 from stillroom.config import load_config
-from stillroom.models.vocabulary import vocabulary_hash
+from stillroom.data.tokenize import vocabulary_hash
 from stillroom.teachers import Teacher
 from stillroom.training.student import take_vocabulary
 
