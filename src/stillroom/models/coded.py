@@ -56,11 +56,32 @@ def _numbers(weight: Tensor, how: Tensor | str | None) -> Tensor:
 _LARGEST = 127  # codes are symmetric: -128 is not used
 
 
-class CodedLinear(nn.Linear):
-    """A frozen linear layer of int8 codes with an FP32 scale for each output, the largest of its row by 127.
+class StoredLinear(nn.Linear):
+    """A frozen linear layer of codes. It multiplies in its input's dtype, or as autocast says."""
 
-    It multiplies in its input's dtype, or as autocast says. The scales are made from the weights at every start, like
-    the codes, so they are in no checkpoint.
+    @property
+    def how(self) -> Tensor | str:
+        """What the codes stand for: scales of the outputs, or the name of a block format."""
+        raise NotImplementedError
+
+    def widened(self) -> nn.Linear:
+        """A plain layer of the very numbers that the codes stand for."""
+        plain = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        plain.weight = nn.Parameter(_numbers(self.weight.data, self.how).float(), requires_grad=False)
+        plain.bias = self.bias
+        return plain
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        device = inputs.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else inputs.dtype
+        answer: Tensor = _WidenedProduct.apply(inputs.to(dtype), self.weight, self.how)  # type: ignore[no-untyped-call]
+        return answer if self.bias is None else answer + self.bias.to(dtype)
+
+
+class CodedLinear(StoredLinear):
+    """int8 codes with an FP32 scale for each output, the largest of its row by 127.
+
+    The scales are made from the weights at every start, like the codes, so they are in no checkpoint.
     """
 
     scales: Tensor
@@ -75,26 +96,13 @@ class CodedLinear(nn.Linear):
         self.weight = nn.Parameter(codes, requires_grad=False)
         self.register_buffer("scales", scales, persistent=False)
 
-    def widened(self) -> nn.Linear:
-        """A plain layer of the very numbers that the codes stand for."""
-        plain = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
-        plain.weight = nn.Parameter(self.weight.float() * self.scales, requires_grad=False)
-        plain.bias = self.bias
-        return plain
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        device = inputs.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else inputs.dtype
-        answer: Tensor = _WidenedProduct.apply(inputs.to(dtype), self.weight, self.scales)  # type: ignore[no-untyped-call]
-        return answer if self.bias is None else answer + self.bias.to(dtype)
+    @property
+    def how(self) -> Tensor:
+        return self.scales
 
 
-class BlockLinear(nn.Linear):
-    """A frozen linear layer of the codes of one of GGUF's block formats, as a file holds them.
-
-    Its numbers are made for each product and not kept: 4.5 bits a weight in q4_0. It multiplies in its input's dtype,
-    or as autocast says.
-    """
+class BlockLinear(StoredLinear):
+    """The codes of one of GGUF's block formats, as a file holds them: 4.5 bits a weight in q4_0."""
 
     def __init__(self, codes: Tensor, kind: str, sizes: tuple[int, int], bias: Tensor | None = None) -> None:
         nn.Module.__init__(self)
@@ -102,18 +110,9 @@ class BlockLinear(nn.Linear):
         self.weight = nn.Parameter(codes, requires_grad=False)
         self.bias = bias  # type: ignore[assignment]
 
-    def widened(self) -> nn.Linear:
-        """A plain layer of the very numbers that the codes stand for."""
-        plain = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
-        plain.weight = nn.Parameter(decode(self.weight.data, self.kind), requires_grad=False)
-        plain.bias = self.bias
-        return plain
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        device = inputs.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else inputs.dtype
-        answer: Tensor = _WidenedProduct.apply(inputs.to(dtype), self.weight, self.kind)  # type: ignore[no-untyped-call]
-        return answer if self.bias is None else answer + self.bias.to(dtype)
+    @property
+    def how(self) -> str:
+        return self.kind
 
 
 def coded(layer: nn.Linear, kind: str, name: str, *, where: str) -> nn.Linear:
@@ -138,7 +137,7 @@ def coded(layer: nn.Linear, kind: str, name: str, *, where: str) -> nn.Linear:
 @contextmanager
 def widened(network: Any) -> Iterator[None]:
     """In the body layers of codes are plain ones of the same numbers; after it, the codes again."""
-    coded = {name: part for name, part in network.named_modules() if isinstance(part, CodedLinear | BlockLinear)}
+    coded = {name: part for name, part in network.named_modules() if isinstance(part, StoredLinear)}
     try:
         for name, part in coded.items():
             network.set_submodule(name, part.widened())

@@ -249,6 +249,22 @@ def ability_of(model: Any) -> Ability:
     return known[kind]
 
 
+def checked_ability(model: Any, num_prompts: int, max_new_tokens: int, note: Note) -> Ability:
+    """How a model writes. Raise where it cannot, or nothing is asked for; `note` gets what a user should know."""
+    if max_new_tokens < 1:
+        raise ConfigError(f"{max_new_tokens} tokens cannot be written", advice=["ask for at least one token"])
+    if not can_generate(model):
+        raise ConfigError(
+            f"{type(model).__name__} has no generate method",
+            where="model",
+            advice=["derive its class from transformers.GenerationMixin too"],
+        )
+    ability = ability_of(model)
+    if ability.note and (num_prompts > 1 or not ability.caches):
+        note(ability.note)
+    return ability
+
+
 def _tried(model: Any) -> Ability:
     generator = torch.Generator().manual_seed(_SEED)
     count = int(model.get_input_embeddings().weight.shape[0])
@@ -356,17 +372,7 @@ def write(
     `stops` are tokens that end a text in addition to those of tokenizer and model. `note` gets lines for the log.
     """
     sampling = Sampling(temperature, top_p, seed)
-    if max_new_tokens < 1:
-        raise ConfigError(f"{max_new_tokens} tokens cannot be written", advice=["ask for at least one token"])
-    if not can_generate(model):
-        raise ConfigError(
-            f"{type(model).__name__} has no generate method",
-            where="model",
-            advice=["derive its class from transformers.GenerationMixin too"],
-        )
-    ability = ability_of(model)
-    if ability.note and (len(prompts) > 1 or not ability.caches):
-        note(ability.note)
+    ability = checked_ability(model, len(prompts), max_new_tokens, note)
     ends = frozenset({*end_ids(model, tokenizer), *stops})
     settings: dict[str, Any] = {"repetition_penalty": _penalty(model, note), "use_cache": ability.caches}
     if ends:

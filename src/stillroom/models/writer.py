@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from stillroom.core.errors import ConfigError
-from stillroom.models.generate import Note, Sampling, ability_of, can_generate, greedy_settings, padded_generate
+from stillroom.models.generate import Note, Sampling, checked_ability, greedy_settings, padded_generate
 from stillroom.models.student import num_positions
 
 Ended = Literal["end", "length", "loop", "nonfinite", "positions"]
@@ -79,17 +79,7 @@ def write_rows(
     the log.
     """
     sampling = Sampling(temperature, top_p)
-    if max_new_tokens < 1:
-        raise ConfigError(f"{max_new_tokens} tokens cannot be written", advice=["ask for at least one token"])
-    if not can_generate(model):
-        raise ConfigError(
-            f"{type(model).__name__} has no generate method",
-            where="model",
-            advice=["derive its class from transformers.GenerationMixin too"],
-        )
-    ability = ability_of(model)
-    if ability.note and (len(prompts) > 1 or not ability.caches):
-        note(ability.note)
+    ability = checked_ability(model, len(prompts), max_new_tokens, note)
     rows = [_Row(list(prompt), seed) for prompt, seed in zip(prompts, seeds, strict=True)]
     if not all(row.prompt for row in rows):
         raise ConfigError("a prompt has no tokens", advice=["begin it with at least one token"])

@@ -299,10 +299,6 @@ _DECODERS: Mapping[str, Callable[[Tensor], Tensor]] = {
 # -- llama.cpp -----------------------------------------------------------------------------------------------
 
 
-def needs_llama_cpp(kinds: Mapping[str, str]) -> bool:
-    return any(kind in _DECODERS for kind in kinds.values())
-
-
 def _by_llama_cpp(weight: Tensor, form: BlockFormat) -> Tensor:
     """Codes of a K format by llama.cpp's own search, on the CPU."""
     values = weight.detach().float().cpu().contiguous()
