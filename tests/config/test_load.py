@@ -178,3 +178,8 @@ def test_a_removed_setting_says_what_became_of_it_and_one_that_is_off_is_read(tm
     stored = tmp_path / "config.json"
     stored.write_text(json.dumps({"teacher": {"ranks": 0}}))
     assert load_config(stored) == load_config()
+
+
+def test_a_mistyped_section_inside_a_section_is_recognised() -> None:
+    with refused(ConfigError, "", "objectives.ce?"):
+        load_config(overrides={"objectives.cee.weight": 1.0})

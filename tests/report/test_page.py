@@ -131,6 +131,7 @@ def test_the_first_screen_has_verdict_cost_answers_and_the_next_command(finished
         ({"student": 20.0, "student_before": 20.0, "teacher": 10.0}, "did not help"),
         ({"student": 20.0, "student_before": 90.0}, "Training helped"),
         ({"student": 9.0, "student_before": 90.0, "teacher": 10.0}, "as good as its teacher"),
+        ({"student": 4.0, "student_before": 90.0, "teacher": 20.0}, "better than its teacher"),
         ({"student": 30.0, "student_before": 90.0, "teacher": 10.0}, "Distillation worked: the student closed 50%"),
         ({"student": 80.0, "student_before": 90.0, "teacher": 10.0}, "changed little"),
         ({"student": 30.0, "student_before": 90.0, "teacher": 10.0, "baseline": 29.0}, "did not pay"),
