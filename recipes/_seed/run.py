@@ -79,13 +79,18 @@ def carry_out(order: Order, view_of: Callable[[str], View], options: argparse.Na
     from stillroom.precision.device import find_device
 
     view, log = view_of(str(find_device(options.device))), SeedLog(folder)
+
+    def follow(event: dict[str, Any]) -> None:
+        view.handle(event)
+        log.handle(event)
+
     try:
         result = stillroom.distill(
             job.loaded.config,
             folder,
             device=options.device,
             inject=options.inject,
-            listeners=[view.handle, log.handle],
+            on_event=follow,
             progress=False,
         )
     except NoBetterStudent as error:  # the run is complete

@@ -16,12 +16,25 @@ from stillroom.config import Config, load_config
 from stillroom.core.errors import StillroomError
 
 if TYPE_CHECKING:
-    from stillroom.api import distill, evaluate, generate, resume
+    from stillroom.api import (
+        Training,
+        distill,
+        evaluate,
+        examine,
+        export_student,
+        generate,
+        plan,
+        preview,
+        resume,
+        training,
+        write_cache,
+    )
     from stillroom.losses.divergences import make as make_divergence
     from stillroom.losses.divergences import names as divergence_names
     from stillroom.losses.divergences import register as register_divergence
     from stillroom.losses.head.loss import DenseTeacher, SampledTeacher, TopKTeacher, fused_head_loss
     from stillroom.metrics.evaluate import Assessment, Scores
+    from stillroom.training.distill import Step
     from stillroom.training.finish import Result
 
 __version__ = "0.1.0"
@@ -32,17 +45,25 @@ __all__ = [
     "Result",
     "SampledTeacher",
     "Scores",
+    "Step",
     "StillroomError",
     "TopKTeacher",
+    "Training",
     "distill",
     "divergence_names",
     "evaluate",
+    "examine",
+    "export_student",
     "fused_head_loss",
     "generate",
     "load_config",
     "make_divergence",
+    "plan",
+    "preview",
     "register_divergence",
     "resume",
+    "training",
+    "write_cache",
 ]
 
 # Module and attribute of each name that is loaded on first use.
@@ -52,19 +73,28 @@ _LATE = {
     "Result": ("stillroom.training.finish", "Result"),
     "SampledTeacher": ("stillroom.losses", "SampledTeacher"),
     "Scores": ("stillroom.metrics.evaluate", "Scores"),
+    "Step": ("stillroom.training.distill", "Step"),
     "TopKTeacher": ("stillroom.losses", "TopKTeacher"),
+    "Training": ("stillroom.api", "Training"),
     "distill": ("stillroom.api", "distill"),
     "divergence_names": ("stillroom.losses.divergences", "names"),
     "evaluate": ("stillroom.api", "evaluate"),
+    "examine": ("stillroom.api", "examine"),
+    "export_student": ("stillroom.api", "export_student"),
     "fused_head_loss": ("stillroom.losses", "fused_head_loss"),
     "generate": ("stillroom.api", "generate"),
     "make_divergence": ("stillroom.losses.divergences", "make"),
+    "plan": ("stillroom.api", "plan"),
+    "preview": ("stillroom.api", "preview"),
     "register_divergence": ("stillroom.losses.divergences", "register"),
     "resume": ("stillroom.api", "resume"),
+    "write_cache": ("stillroom.api", "write_cache"),
 }
 
 
 def __getattr__(name: str) -> Any:
+    if name == "training":  # a package that can be called, see its docstring
+        return importlib.import_module("stillroom.training")
     if name not in _LATE:
         raise AttributeError(f"module 'stillroom' has no attribute {name!r}")
     module, attribute = _LATE[name]

@@ -1,4 +1,4 @@
-"""Distil, resume, evaluate and generate, with names or objects.
+"""The functions of the command line for programs, with names or objects, and a run whose steps the caller takes.
 
 Nothing heavy is imported before a function is called. See docs/guides/python.md.
 """
@@ -10,13 +10,14 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 from stillroom.config import Config
 from stillroom.config.load import build, flat_leaves, put, read_preset, refuse_gaps
-from stillroom.core.errors import CannotSave, ConfigError, FinishedBadly
+from stillroom.core.errors import CannotSave, ConfigError, FinishedBadly, Interrupted, StoppedByCaller
 from stillroom.core.files import new_run_folder, reason_of
 
 if TYPE_CHECKING:
@@ -24,9 +25,13 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset as TorchDataset
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from stillroom.doctor.examine import Report
+    from stillroom.doctor.plan.plan import Plan
+    from stillroom.export.folder import Exported, Format
     from stillroom.metrics.evaluate import Assessment
     from stillroom.models.load import LoadedModel
     from stillroom.telemetry.console import ConsoleMode, ConsoleView
+    from stillroom.training.distill import Step
     from stillroom.training.finish import Result
     from stillroom.training.run_folder import Inputs
 
@@ -59,7 +64,7 @@ def distill(
     settings: Mapping[str, Any] | None = None,
     device: str | torch.device = "auto",
     inject: str = "",
-    listeners: Sequence[Listener] = (),
+    on_event: Listener | None = None,
     progress: bool | None = None,
 ) -> Result:
     """Distil a teacher into a student and write the report.
@@ -71,42 +76,85 @@ def distill(
     folder below `runs` is made; one that holds an unfinished run of the same configuration and the same objects is
     resumed.
 
-    `listeners` are called with each event of the run. `progress` shows it on standard output; by default in a terminal
-    and in a notebook only.
+    `on_event` is called with each event of the run, a dictionary with the keys of `events.jsonl`. `progress` shows the
+    run on standard output; by default in a terminal and in a notebook only.
+
+    A signal or a time limit saves and raises `Interrupted`; in a notebook the result is returned, with the status
+    `interrupted`, and `stillroom.resume(result.folder)` continues it.
+    """
+    with _saved_interrupt(out, is_shown=progress is not False) as saved:
+        run = training(
+            config, out, teacher=teacher, student=student, data=data, eval_data=eval_data, preset=preset,
+            settings=settings, device=device, inject=inject, on_event=on_event, progress=progress,
+        )  # fmt: skip
+        saved.folder = run.folder
+        return run.finish()
+    return saved.result()
+
+
+def training(
+    config: Config | None = None,
+    out: str | Path | None = None,
+    *,
+    teacher: Model | None = None,
+    student: Model | None = None,
+    data: Records | None = None,
+    eval_data: Records | None = None,
+    preset: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    device: str | torch.device = "auto",
+    inject: str = "",
+    on_event: Listener | None = None,
+    progress: bool | None = None,
+) -> Training:
+    """Distil step by step: `for step in stillroom.training(config): ...`. The arguments are those of `distill`.
+
+    Yields a `Step` after each attempted step: its number, loss, terms and verdict. `step.set_weight("kd", 0.5)` sets
+    the weight of a term from the next step on, `step.stop()` saves and ends the run. What is due after a step, an
+    evaluation or a checkpoint, is done when the loop asks for the next one. A loop that is left by `break` saves too.
+
+        run = stillroom.training(config, out="runs/mine")
+        for step in run:
+            if step.loss < 1.5:
+                step.stop()
+        run.result
     """
     given = {"teacher": teacher, "student": student, "data": data, "eval_data": eval_data}
     given = {role: value for role, value in given.items() if value is not None}
     chosen = configured(config, preset, check_settings(settings, given), given)
     place = new_folder(out)
-    handlers, where = check_listeners(listeners), check_device(device)
+    handlers, where = check_listener(on_event), check_device(device)
     check_text(inject, "inject")
     check_flag(progress, "progress")
 
     names, inputs = _split_inputs(given)
 
-    from stillroom.training.distill import distill as run
+    from stillroom.training.distill import steps
     from stillroom.training.run_folder import folder_of
 
     chosen = with_settings(chosen, {**names, **inputs.settings(folder_of(place))})
 
-    def job(folder: Path, views: Listeners) -> Result:
-        return run(chosen, folder, device=where, inject=inject, listeners=(*views, *handlers), inputs=inputs)
+    def job(folder: Path, views: Listeners) -> Generator[Step, None, Result]:
+        return steps(chosen, folder, device=where, inject=inject, listeners=(*views, *handlers), inputs=inputs)
 
-    return reported(job, place, _mode(progress))[0]
+    return Training(_reported(job, place, _mode(progress)), folder_of(place))
 
 
 def resume(
     folder: str | Path,
     *,
     device: str | torch.device = "auto",
+    max_steps: int | None = None,
     max_minutes: float | None = None,
     trust_remote_code: bool = False,
     allow_addresses: Sequence[str] = (),
-    listeners: Sequence[Listener] = (),
+    on_event: Listener | None = None,
     progress: bool | None = None,
     accept_changed_inputs: bool = False,
 ) -> Result:
     """Continue the run in a folder, bit for bit, and write its report; a finished run is simply returned.
+
+    With `max_steps` a finished run continues to so many steps, on the schedule of the longer run.
 
     A run whose data, teacher or starting student is not what it was is refused (`InputsChanged`), unless
     `accept_changed_inputs`.
@@ -114,8 +162,10 @@ def resume(
     The folder may be somebody else's: code of models and plug-ins that its configuration names is run only with
     `trust_remote_code`, and servers and stores that it names are asked only if they lie below one of `allow_addresses`.
     """
-    path, handlers, where = check_path(folder, "folder"), check_listeners(listeners), check_device(device)
+    path, handlers, where = check_path(folder, "folder"), check_listener(on_event), check_device(device)
     check_flag(progress, "progress")
+    if max_steps is not None:
+        check_whole(max_steps, "max_steps", least=1)
     check_flag(accept_changed_inputs, "accept_changed_inputs", may_be_none=False)
     if max_minutes is not None:
         check_number(max_minutes, "max_minutes", least=0)
@@ -128,12 +178,15 @@ def resume(
             folder,
             (*views, *handlers),
             device=where,
+            max_steps=max_steps,
             max_minutes=max_minutes,
             trusts=(trust_remote_code, addresses),
             accept_changed_inputs=accept_changed_inputs,
         )
 
-    return reported(job, path, _mode(progress))[0]
+    with _saved_interrupt(folder, is_shown=progress is not False) as saved:
+        return reported(job, path, _mode(progress))[0]
+    return saved.result()
 
 
 def evaluate(
@@ -228,7 +281,178 @@ def generate(
     return made.text + made.stopped
 
 
+def plan(
+    config: Config,
+    *,
+    device: str | torch.device = "auto",
+    device_memory: str | None = None,
+    gpu: str | None = None,
+    quick: bool = False,
+    probe: bool = False,
+) -> Plan:
+    """Estimate the memory and time of a run before any weight is loaded, and propose settings that fit.
+
+    For this machine, for a GPU with so much memory (`device_memory="16GB"`), or for a known one (`gpu="T4"`). `quick`
+    does not read the data; `probe` loads the models and times one step here. `print(plan)` shows the table.
+    """
+    check_config(config)
+    wanted = check_device(device)
+
+    from stillroom.doctor.plan.plan import find_target, make_plan, parse_bytes, with_processes
+    from stillroom.precision.gpus import find_gpu
+
+    bound = parse_bytes(check_text(device_memory, "device_memory")) if device_memory is not None else None
+    known = find_gpu(check_text(gpu, "gpu")) if gpu is not None else None
+    target = with_processes(find_target(wanted, bound, known), 1, config.train.strategy, config.train.shard_size)
+    return make_plan(config, target, gpu=known, is_quick=quick, probes=probe)
+
+
+def examine(config: Config, *, device: str | torch.device = "auto", quick: bool = False) -> Report:
+    """Check machine, models, tokenizers, data and settings before a run, as `stillroom doctor` does.
+
+    `report.of("red")` are the findings with which a run would fail or give a wrong student. `quick` loads no models.
+    """
+    check_config(config)
+    wanted = check_device(device)
+
+    from stillroom.config.load import Loaded
+    from stillroom.doctor.examine import examine as look
+
+    return look(lambda: Loaded(config), device=wanted, is_quick=quick)
+
+
+def preview(config: Config, *, rows: int = 10) -> dict[str, Any]:
+    """Show what a run would train on, as `stillroom data --json` does.
+
+    Counts, lengths, what is left out and why, and under `rows` the first documents as lists of [text, is_scored].
+    """
+    check_config(config)
+    check_whole(rows, "rows", least=0)
+
+    from stillroom.data.preview import preview as look
+    from stillroom.models.load import load_tokenizer
+
+    return look(config.data, load_tokenizer(config.student, config.student.model), num_rows=rows)
+
+
+def write_cache(
+    config: Config, out: str | Path, *, device: str | torch.device = "auto", max_minutes: float = 0.0
+) -> dict[str, Any]:
+    """Store the teacher's answers to a configuration's data in a folder. An unfinished cache is continued.
+
+    A run trains from it with the setting `teacher.cache`. Return what the cache holds.
+    """
+    check_config(config)
+    place, wanted = check_path(out, "out"), check_device(device)
+    check_number(max_minutes, "max_minutes", least=0)
+
+    from stillroom.training.write_cache import check_config as check_teacher
+    from stillroom.training.write_cache import make_cache
+
+    check_teacher(config)
+    return make_cache(config, place, device=wanted, max_minutes=max_minutes)
+
+
+def export_student(
+    run: str | Path,
+    out: str | Path,
+    *,
+    format: Format = "hf",
+    form: str | None = None,
+    data: str | None = None,
+    force: bool = False,
+) -> Exported:
+    """Export the student of a run, or any model, with a model card; read it back and compare its logits.
+
+    `format` is hf, gguf or onnx. `form` is float32, float16 or bfloat16, for GGUF also q4_0 to q8_0 or a K format. The
+    logits are compared on `data`, by default on the run's own. `force` replaces an earlier export.
+    """
+    name, place = check_path(run, "run"), check_path(out, "out")
+
+    from stillroom.export.folder import export
+
+    return export(str(name), place, format=format, form=form, data=data, force=force)
+
+
 # -- running ---------------------------------------------------------------------------------------------
+
+
+class Training:
+    """A run whose steps the caller takes, see `training`. An iterator of `Step`s.
+
+    `folder` is the run's folder. `result` is None until the loop has ended; of a run that was stopped its status is
+    `interrupted`, and `stillroom.resume(run.folder)` continues it. As a context manager it saves and ends the run when
+    the body is left, also by an error.
+    """
+
+    def __init__(self, steps: Generator[Step, None, tuple[Result, str]], folder: Path) -> None:
+        self._steps, self.folder = steps, folder
+        self.result: Result | None = None
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Step:
+        try:
+            return next(self._steps)
+        except StopIteration as end:
+            self.result = end.value[0] if end.value is not None else self.result
+            raise StopIteration from None
+        except Interrupted as error:
+            self.result = _interrupted(error, self.folder)
+            if not isinstance(error, StoppedByCaller):
+                raise
+            raise StopIteration from None
+
+    def finish(self) -> Result:
+        """Take the remaining steps and return the result."""
+        for _step in self:
+            pass
+        assert self.result is not None
+        return self.result
+
+    def close(self) -> None:
+        """Save the state and end the run, if it has not ended."""
+        try:
+            self._steps.close()
+        except StoppedByCaller as error:
+            self.result = _interrupted(error, self.folder)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _interrupted(error: Interrupted, folder: Path) -> Result:
+    from stillroom.training.finish import Result
+
+    return Result(folder, {"status": "interrupted", "reason": str(error.what), "advice": list(error.advice)})
+
+
+class _saved_interrupt:  # noqa: N801, a context manager like those of contextlib
+    """In a notebook, turn an interrupt of the body into a result: a traceback there looks as if something was lost."""
+
+    def __init__(self, out: str | Path | None, *, is_shown: bool) -> None:
+        self.folder, self._is_shown = Path(out or "."), is_shown
+        self._error: Interrupted | None = None
+
+    def result(self) -> Result:
+        assert self._error is not None
+        return _interrupted(self._error, self.folder)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
+        from stillroom.telemetry.console import is_notebook
+
+        self._error = error if isinstance(error, Interrupted) else None
+        return self._error is not None and self._is_shown and is_notebook()
 
 
 def resume_job(
@@ -238,6 +462,7 @@ def resume_job(
     trusts: tuple[bool, tuple[str, ...]],
     strategy: str | None = None,
     shard_size: int | None = None,
+    max_steps: int | None = None,
     **options: Any,
 ) -> Result:
     """Continue a run, or the demo, which is three runs. `trusts` is (whether to run its code, allowed addresses)."""
@@ -246,15 +471,37 @@ def resume_job(
     from stillroom.training.run_folder import Trust
 
     if is_demo_run(folder):
+        if max_steps is not None:
+            raise ConfigError("the demo is three runs: it is not continued", where="max_steps")
         return resume_demo(folder, listeners=listeners, **options)
     given: dict[str, Any] = {"strategy": strategy, "shard_size": shard_size, "trust": Trust(*trusts)}
+    given |= {"max_steps": max_steps}
     return resume_run(folder, listeners=listeners, **given, **options)
+
+
+Job: TypeAlias = "Callable[[Path, Listeners], Generator[Step, None, Result]]"
 
 
 def reported(
     job: Callable[[Path, Listeners], Result], out: Path, mode: ConsoleMode, *, verbose: bool = False
 ) -> tuple[Result, str]:
-    """Run a job, show its events and write the report. Return the result, and the folder or address it is in.
+    """Run a job, show its events and write the report. Return the result, and the folder or address it is in."""
+
+    def at_once(folder: Path, views: Listeners) -> Generator[Step, None, Result]:
+        yield from ()
+        return job(folder, views)
+
+    try:
+        next(_reported(at_once, out, mode, verbose=verbose))
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+    raise AssertionError("a job takes its steps itself")
+
+
+def _reported(
+    job: Job, out: Path, mode: ConsoleMode, *, verbose: bool = False
+) -> Generator[Step, None, tuple[Result, str]]:
+    """Take the steps of a job, show its events and write the report.
 
     Only the first of several processes shows and writes.
     """
@@ -263,12 +510,10 @@ def reported(
     is_first = is_first_process()
     with ConsoleView(mode if is_first else "quiet", tells_stops=False, verbose=verbose) as view:
         view.handle({"event": "stage", "name": "loading libraries", "state": "begin"})
-        return _shown(job, out, view)
+        return (yield from _shown(job, out, view))
 
 
-def _shown(job: Callable[[Path, Listeners], Result], out: Path, view: ConsoleView) -> tuple[Result, str]:
-    import torch
-
+def _shown(job: Job, out: Path, view: ConsoleView) -> Generator[Step, None, tuple[Result, str]]:
     from stillroom.report import LiveReport, write_report
     from stillroom.training.run_folder import opened
 
@@ -295,8 +540,7 @@ def _shown(job: Callable[[Path, Listeners], Result], out: Path, view: ConsoleVie
 
     with opened(out) as place:
         try:
-            with torch.random.fork_rng(range(torch.cuda.device_count())):  # a run seeds; restore the caller's state
-                result = job(place.folder, (view.handle, follow) if is_first else (view.handle,))
+            result = yield from _own_random(job(place.folder, (view.handle, follow) if is_first else (view.handle,)))
         except FinishedBadly as error:  # the run is complete: write its report
             finish(Path(str(error.folder)), error.summary)
             raise
@@ -306,6 +550,39 @@ def _shown(job: Callable[[Path, Listeners], Result], out: Path, view: ConsoleVie
             raise
         finish(result.folder, result.summary)
     return result, place.url or str(result.folder)
+
+
+def _own_random(steps: Generator[Step, None, Result]) -> Generator[Step, None, Result]:
+    """Give a run its own random state: a run seeds, and what a caller's loop draws must not change the run."""
+    import torch
+
+    def states() -> tuple[torch.Tensor, list[torch.Tensor]]:
+        return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+    def put(known: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
+        torch.set_rng_state(known[0])
+        if known[1]:
+            torch.cuda.set_rng_state_all(known[1])
+
+    outside = states()
+    try:
+        while True:
+            try:
+                step = next(steps)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            inside = states()
+            put(outside)
+            try:
+                yield step
+            finally:
+                outside = states()
+                put(inside)
+    finally:
+        try:
+            steps.close()
+        finally:
+            put(outside)
 
 
 def _mode(progress: bool | None) -> ConsoleMode:
@@ -320,13 +597,13 @@ def _mode(progress: bool | None) -> ConsoleMode:
 # -- models and data given as objects ----------------------------------------------------------------------
 
 
-def _split_inputs(given: Mapping[str, Any]) -> tuple[dict[str, str], Inputs]:
+def _split_inputs(given: Mapping[str, Any]) -> tuple[dict[str, Any], Inputs]:
     """Split models and data into (settings for those given by name, those given as objects)."""
     from stillroom.data.objects import is_name
     from stillroom.models.objects import GivenModel
     from stillroom.training.run_folder import Inputs
 
-    names: dict[str, str] = {}
+    names: dict[str, Any] = {}
     models: dict[str, GivenModel] = {}
     data: dict[str, Any] = {}
     notes: list[str] = []
@@ -335,6 +612,9 @@ def _split_inputs(given: Mapping[str, Any]) -> tuple[dict[str, str], Inputs]:
         if model is not None:
             models[role] = model
             notes += model.check_kept()
+            names |= {f"student.adapter.{key}": value for key, value in model.adapter.items()}
+            if model.adapter:
+                notes.append("student: a PEFT model: its base is frozen, and an adapter with its settings is trained")
         elif role in ("teacher", "student") or is_name(value, role):
             names[SETTING[role]] = str(value)
         else:
@@ -425,10 +705,20 @@ def check_device(value: object) -> str:
     raise _wrong("device", value, "a torch.device, or 'auto', 'cpu', 'cuda', 'cuda:1'")
 
 
-def check_listeners(value: object) -> tuple[Callable[[dict[str, Any]], None], ...]:
-    if not isinstance(value, Sequence) or not all(callable(listener) for listener in value):
-        raise _wrong("listeners", value, "a list of functions, each called with an event")
-    return tuple(value)
+def check_listener(value: object) -> Listeners:
+    if value is not None and not callable(value):
+        raise _wrong("on_event", value, "a function that is called with each event")
+    return (value,) if value is not None else ()
+
+
+def check_config(value: object) -> None:
+    if not isinstance(value, Config):
+        advice = ["read a file with stillroom.load_config(path)"] if isinstance(value, str | Path) else []
+        raise ConfigError(
+            f"config is a {type(value).__name__}, not a stillroom.Config",
+            where="config",
+            advice=[*advice, "stillroom.load_config(overrides={'teacher.model': ...}) makes one of settings"],
+        )
 
 
 def check_settings(value: object, given: Collection[str]) -> dict[str, Any]:
@@ -474,13 +764,8 @@ def configured(
 
     The models and data of the call are added later.
     """
-    if config is not None and not isinstance(config, Config):
-        advice = ["read a file with stillroom.load_config(path)"] if isinstance(config, str | Path) else []
-        raise ConfigError(
-            f"config is a {type(config).__name__}, not a stillroom.Config",
-            where="config",
-            advice=[*advice, "or give teacher, student and data as keywords"],
-        )
+    if config is not None:
+        check_config(config)
     if config is not None and preset is not None:
         raise ConfigError(
             "a configuration and a preset are both given",

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import tiny
+import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 NAMED = ("teacher.model", "student.model", "data.train")
@@ -32,3 +34,11 @@ def given(world: Path) -> dict[str, Any]:
         "student": (load(world / "student"), tokenizer),
         "data": texts(world),
     }
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "student" / "model.safetensors")
+
+
+def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -143,6 +143,9 @@ def resume(
     run: RunFolder,
     device: Device = "auto",
     max_minutes: MaxMinutes = None,
+    max_steps: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="continue a finished run to N steps")
+    ] = None,
     strategy: Annotated[
         str | None, typer.Option(metavar="NAME", help="with several processes: auto, ddp or fsdp")
     ] = None,
@@ -168,6 +171,7 @@ def resume(
             listeners,
             device=device,
             max_minutes=max_minutes,
+            max_steps=max_steps,
             strategy=strategy,
             shard_size=shard_size,
             trusts=(trust_remote_code, tuple(allow_address or ())),

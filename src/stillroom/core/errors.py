@@ -251,6 +251,10 @@ class Interrupted(StillroomError):
     title = "interrupted, resumable"
 
 
+class StoppedByCaller(Interrupted):
+    """The loop over a run's steps was left: what is trained is saved."""
+
+
 class PeerGone(Interrupted):
     """Another process of the run has ended or does not answer."""
 

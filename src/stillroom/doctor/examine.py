@@ -13,6 +13,7 @@ from stillroom.config import Loaded
 from stillroom.core.errors import StillroomError
 from stillroom.core.shortages import explained
 from stillroom.doctor import setup_rules
+from stillroom.doctor.printed import doctor_lines
 from stillroom.doctor.rules import Finding, Rule, rules_for
 from stillroom.doctor.setup import NotLooked, PartFailed, Setup, read_machine
 from stillroom.precision.device import find_device
@@ -26,6 +27,9 @@ class Report:
 
     def of(self, level: str) -> tuple[Finding, ...]:
         return tuple(one for one in self.findings if one.level == level)
+
+    def __str__(self) -> str:
+        return "\n".join(line for _level, line in doctor_lines(self.to_dict()))
 
     def to_dict(self) -> dict[str, Any]:
         findings = [

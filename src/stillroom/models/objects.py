@@ -1,6 +1,7 @@
 """Models given as Python objects: check, fingerprint, save and copy them, without changing them.
 
-A model is a `PreTrainedModel`, or a pair of one and its tokenizer.
+A model is a `PreTrainedModel`, or a pair of one and its tokenizer. A student may be a `PeftModel` whose LoRA adapter is
+not trained yet: its base is the student, and its settings are those of `student.adapter`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ class GivenModel:
     role: str
     network: Any
     tokenizer: Any = None
+    adapter: dict[str, Any] = field(default_factory=dict)  # settings of `student.adapter`, from a PeftModel
 
     @property
     def name(self) -> str:
@@ -53,9 +55,13 @@ class GivenModel:
             network, tokenizer = value
             if not isinstance(tokenizer, PreTrainedTokenizerBase):
                 raise _wrong(role, f"has a {type(tokenizer).__name__} in the place of its tokenizer")
+        adapter: dict[str, Any] = {}
+        if role == "student" and hasattr(network, "peft_config") and hasattr(network, "unload"):
+            adapter = _fresh_lora(network)
+            network = copy.deepcopy(network).unload().requires_grad_(True)
         if not isinstance(network, PreTrainedModel):
             raise _wrong(role, f"is a {type(network).__name__}", *_unwrap(network))
-        model = cls(role, network, tokenizer)
+        model = cls(role, network, tokenizer, adapter)
         model._check()
         return model
 
@@ -163,6 +169,31 @@ def reload(folder: Path) -> tuple[Any, Any]:
 
 def _wrong(role: str, what: str, *advice: str) -> ConfigError:
     return ConfigError(f"{role} {what}", where=role, advice=[*advice, f"expected {EXPECTED}"])
+
+
+# Fields of peft's LoraConfig in which another value than these is more than `student.adapter` can say.
+_PLAIN_LORA: dict[str, tuple[Any, ...]] = {
+    "bias": ("none",), "modules_to_save": (None,), "layers_to_transform": (None,), "exclude_modules": (None,),
+    "rank_pattern": ({}, None), "alpha_pattern": ({}, None), "use_rslora": (False,), "target_parameters": (None,),
+    "layer_replication": (None,), "fan_in_fan_out": (False,),
+}  # fmt: skip
+
+
+def _fresh_lora(model: Any) -> dict[str, Any]:
+    """The settings of `student.adapter` that equal a PeftModel's adapter. Raise if it is more than they say."""
+    merged = "merge it: model.merge_and_unload()", "or give the base model and student.adapter in the settings"
+    told, *others = model.peft_config.values()
+    if others or getattr(told.peft_type, "value", told.peft_type) != "LORA":
+        raise _wrong("student", "has several adapters, or one that is not LoRA", *merged)
+    odd = [key for key, plain in _PLAIN_LORA.items() if getattr(told, key, plain[0]) not in plain]
+    if odd or isinstance(told.target_modules, str):
+        raise _wrong("student", f"has an adapter with {', '.join(odd) or 'a pattern as target_modules'}", *merged)
+    trained = [key for key, value in model.named_parameters() if ".lora_B." in key and bool(value.detach().any())]
+    if trained:
+        raise _wrong("student", f"has an adapter that is trained already ({trained[0]} is not zero)", *merged)
+    settings = {"rank": told.r, "alpha": float(told.lora_alpha), "dropout": told.lora_dropout}
+    kind = "dora" if getattr(told, "use_dora", False) else "lora"
+    return {**settings, "kind": kind, "targets": sorted(told.target_modules or ())}
 
 
 def _unwrap(network: object) -> list[str]:

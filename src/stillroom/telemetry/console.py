@@ -52,6 +52,7 @@ LINE_WIDTH = 100  # prose is wrapped here; lines of numbers are shorter
 ERROR_WIDTH = 80
 REDRAW_SECONDS = 0.1
 NOTEBOOK_SECONDS = 0.5  # each update is a message to the browser
+CURVE_POINTS = 400  # of a notebook's curve: more than pixels show
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class PlainScreen:
 
 
 class NotebookScreen(PlainScreen):
-    """Lines that stay, and one table that is updated: the step, the stage, and a row for each evaluation."""
+    """Lines that stay, and one table that is updated: the step, the loss so far, and a row for each evaluation."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
@@ -154,6 +155,9 @@ class NotebookScreen(PlainScreen):
         self._counters: list[str] = []
         self._stage_line = ""
         self._rows: list[tuple[str, ...]] = []
+        self._losses: list[float] = []
+        self._every = 1  # steps of one point of the curve
+        self._num_losses = 0
 
     def step(self, moment: Moment) -> None:
         if moment.components:
@@ -161,6 +165,7 @@ class NotebookScreen(PlainScreen):
         place = say.step_place(moment.event, moment.num_steps)
         self._progress = "  ".join([place, *say.pace_counters(moment.event)])
         self._counters = say.step_counters(moment.event, moment.num_skipped)
+        self._keep(as_number(moment.event.get("train_loss")))
         self._draw(is_last=moment.event.get("step") == moment.num_steps)
 
     def stage(self, event: Fields) -> None:
@@ -171,6 +176,14 @@ class NotebookScreen(PlainScreen):
     def evaluated(self, event: Fields) -> None:
         self._rows.append(say.eval_cells(event))
         self._draw(is_last=True)
+
+    def _keep(self, loss: float | None) -> None:
+        """Keep a loss for the curve, of long runs every second, fourth ... one."""
+        self._num_losses += 1
+        if loss is not None and self._num_losses % self._every == 0:
+            self._losses.append(loss)
+        if len(self._losses) > CURVE_POINTS:
+            self._losses, self._every = self._losses[1::2], 2 * self._every
 
     def close(self) -> None:
         if self._stage_line or self._progress:
@@ -185,7 +198,7 @@ class NotebookScreen(PlainScreen):
         head = [self._progress, "  ".join(self._counters), self._stage_line]
         text = [clean(line) for line in head if line]
         table = [say.EVAL_HEADS, *self._rows] if self._rows else []
-        body = "".join(f"<div>{html.escape(line)}</div>" for line in text)
+        body = "".join(f"<div>{html.escape(line)}</div>" for line in text) + _curve(self._losses)
         rows = "".join(
             f"<tr>{''.join(f'<td>{html.escape(clean(cell))}</td>' for cell in row)}</tr>" for row in self._rows
         )
@@ -193,6 +206,24 @@ class NotebookScreen(PlainScreen):
         body += f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>" if rows else ""
         plain = "\n".join([*text, *("  ".join(f"{clean(cell):>12}" for cell in row) for row in table)])
         self._display.show(plain, body)
+
+
+def _curve(losses: Sequence[float]) -> str:
+    """The training loss as a small SVG with its first and last value; empty before there are two."""
+    if len(losses) < 2:
+        return ""
+    low, high = min(losses), max(losses)
+    span = (high - low) or 1.0
+    width, height = 480, 96
+    points = " ".join(
+        f"{width * place / (len(losses) - 1):.1f},{4 + (height - 8) * (high - loss) / span:.1f}"
+        for place, loss in enumerate(losses)
+    )
+    return (
+        f'<div><svg width="{width}" height="{height}" role="img" aria-label="training loss">'
+        f'<polyline points="{points}" fill="none" stroke="#1f77b4" stroke-width="1.5"/></svg>'
+        f"<div>training loss {losses[0]:.4g} to {losses[-1]:.4g}</div></div>"
+    )
 
 
 class EnduringConsole(Console):

@@ -361,6 +361,10 @@ EVENTS: dict[str, EventKind] = {
         },
     ),
     "resume": EventKind("A run continues from a checkpoint.", {"step": "step of the checkpoint"}),
+    "weight_set": EventKind(
+        "A caller's loop set the weight of a term for the steps after this one.",
+        {"step": "applied steps so far", "term": "name of the term", "weight": "its weight from now on"},
+    ),
     "changed_inputs": EventKind(
         "A resumed run continues with changed data or models, as the user allowed.",
         {"step": "step of the checkpoint", "changes": "a sentence for each input that changed"},

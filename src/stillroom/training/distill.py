@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import date
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 
 from stillroom.config import Config
 from stillroom.config.load import unread_notes
-from stillroom.config.schema import STRATEGIES
+from stillroom.config.schema import MOST_FLOAT, STRATEGIES
 from stillroom.core.errors import BrokenAtStart, CheckpointUnusable, ConfigError, Fault, StillroomError, is_panic
 from stillroom.core.files import mend, reason_of
 from stillroom.core.shortages import explained
@@ -42,6 +42,7 @@ from stillroom.training.recover import state_to_return_to
 from stillroom.training.run import Run, RunState, restore, restore_history, why_unusable, why_unusable_mark
 from stillroom.training.run_folder import NONE, Claim, Inputs, Trust, opened
 from stillroom.training.save import save_checkpoint
+from stillroom.training.step import StepOutcome
 from stillroom.training.student import start_note
 
 # -- resume ----------------------------------------------------------------------------------------
@@ -168,7 +169,60 @@ def recorded_end(log: EventLog, folder: Path) -> Iterator[None]:
         raise end from error
 
 
-def distill(
+class Step:
+    """One attempted step of a run, for a caller's own loop: its record, and what the loop can ask of the run."""
+
+    def __init__(self, outcome: StepOutcome, run: Run, state: RunState, stop: Stop) -> None:
+        self._run, self._state, self._stop = run, state, stop
+        self.number: int = outcome.evidence.step  # of the optimizer step that was attempted, from 1 on
+        self.num_steps: int = run.schedule.num_steps  # of the whole run
+        self.loss: float = outcome.evidence.loss  # weighted sum of the terms, mean over scored tokens
+        self.terms: dict[str, float] = dict(outcome.evidence.terms)  # unweighted
+        self.weights: dict[str, float] = dict(outcome.loss_weights.weights)
+        self.verdict: str = outcome.verdict.action  # "keep", or what was done instead of an update
+        self.learning_rate: float = outcome.learning_rate
+        self.grad_norm: float = outcome.evidence.grad_norm
+        self.tokens: int = outcome.num_targets  # scored in this step
+
+    def __repr__(self) -> str:
+        return f"Step({self.number} of {self.num_steps}, loss={self.loss:.4g}, verdict={self.verdict!r})"
+
+    def stop(self) -> None:
+        """Save after this step and end the run, which can be resumed."""
+        self._stop.ask("the caller's loop asked to")
+
+    def set_weight(self, term: str, weight: float) -> None:
+        """Set the weight of a term from the next step on, instead of the configuration's and the curriculum's.
+
+        It is an event of the log and part of every later checkpoint, so a resumed run has it. Only terms that the run
+        was built with can be set. With several processes each must set the same.
+        """
+        known = sorted(name for name, value in self._run.curriculum.weights.items() if value != 0.0)
+        if term not in known:
+            advice = [f"the terms of this run are {', '.join(known)}", f"give {term} a small weight in the settings"]
+            raise ConfigError(f"{term} is not a term of this run", where="set_weight", advice=advice)
+        if not 0.0 <= weight <= MOST_FLOAT:
+            raise ConfigError(f"weight of {term} is {weight!r}", where="set_weight", advice=["a number of at least 0"])
+        self._state.set_weights[term] = float(weight)
+        self._state.weights_set_at = self._state.applied
+        self._run.log.write("weight_set", step=self._state.applied, term=term, weight=float(weight))
+
+
+def distill(config: Config, out: str | Path, **options: Any) -> Result:
+    """Distil as configured into a folder or an address of a store; `steps` has the options."""
+    return exhaust(steps(config, out, **options))
+
+
+def exhaust(taken: Generator[Step, None, Result]) -> Result:
+    """Take all steps of a run and return its result."""
+    while True:
+        try:
+            next(taken)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+
+
+def steps(
     config: Config,
     out: str | Path,
     *,
@@ -178,12 +232,13 @@ def distill(
     notes: tuple[str, ...] = (),
     inputs: Inputs | None = None,
     accept_changed_inputs: bool = False,
-) -> Result:
+    max_steps: int | None = None,
+) -> Generator[Step, None, Result]:
     """Distil as configured into a folder or an address of a store. Resume an unfinished run of the same configuration.
 
     `inputs` are models and data given as objects: the first process writes them to the paths of `inputs.settings(out)`,
     which the configuration names. A resumed run whose data or models are not those it began with is refused, unless
-    `accept_changed_inputs`.
+    `accept_changed_inputs`. `max_steps` continues a finished run to so many steps.
     """
     stop = Stop(config.train.max_minutes)
     with stop.on_signals():
@@ -209,13 +264,40 @@ def distill(
                     parallel.wait()
                 notes = (*notes, *kept)
             finished, doubt = run_folder.read_summary(claim.folder) if claim.is_resumed else ({}, "")
-            if finished.get("status") in FINISHED:
+            if max_steps is not None:
+                notes = (*notes, _extend(claim, finished, max_steps, parallel))
+            elif finished.get("status") in FINISHED:
                 if first:
                     _teller(listeners)(_already_finished(claim.folder, finished))
                 return result_or_error(Result(claim.folder, finished, already_finished=True))
             notes = (*notes, doubt) if doubt else notes
-            options: dict[str, Any] = {"accepts": accept_changed_inputs}
-            return result_or_error(_run(claim, parallel, where, stop, inject, listeners, notes, **options))
+            options: dict[str, Any] = {"accepts": accept_changed_inputs, "extends": max_steps is not None}
+            return result_or_error((yield from _run(claim, parallel, where, stop, inject, listeners, notes, **options)))
+
+
+def _extend(claim: Claim, finished: Mapping[str, Any], max_steps: int, parallel: Parallel) -> str:
+    """Let a finished run have more steps. Its summary stays as summary-STEPS.json. Return a note."""
+    done = finished.get("steps")
+    if finished.get("status") not in FINISHED or not isinstance(done, int) or done >= max_steps:
+        state = f"has {done:,} steps" if isinstance(done, int) else "is not finished"
+        raise ConfigError(
+            f"max_steps is {max_steps:,}, and the run in {claim.folder} {state}",
+            where="max_steps",
+            advice=["give more steps than it has", f"or finish it first: stillroom resume {claim.folder}"],
+        )
+    if claim.sender is not None:
+        raise ConfigError("a finished run in a store cannot be continued", where="max_steps", advice=["copy it here"])
+    train = claim.config.train.model_copy(update={"max_steps": max_steps})
+    claim.config = claim.config.model_copy(update={"train": train})
+    parallel.wait()  # until all have read the summary
+    if parallel.is_first:
+        claim.describe()
+        (claim.folder / run_folder.SUMMARY).rename(claim.folder / f"summary-{done}.json")
+    parallel.wait()
+    return (
+        f"a finished run of {done:,} steps continues to {max_steps:,}: schedule and curriculum are from here on those "
+        "of the longer run, so it is not what an uninterrupted run of that length gives"
+    )
 
 
 def _join(config: Config) -> Parallel:
@@ -232,7 +314,8 @@ def _run(
     notes: tuple[str, ...],
     *,
     accepts: bool,
-) -> Result:
+    extends: bool,
+) -> Generator[Step, None, Result]:
     """Load, build, train and finish a run in a claimed folder. `accepts`: with other inputs than before."""
     folder, config = claim.folder, claim.config
     saved, mark = newest_state(folder, config, parallel) if claim.is_resumed else (None, None)
@@ -283,24 +366,23 @@ def _run(
         _announce(run, models, notes, saved, check, stop.seconds)
         if saved is not None:
             restore_checkpoint(run, state, saved, takes_other_base=accepts)
-        return _train(run, state, models.vocabularies, saved, mark, stop, check.changed)
+            state.is_finished &= not extends  # a run that stopped early continues too
+        return (yield from _train(run, state, models.vocabularies, saved, mark, stop, check.changed))
 
 
 def resume(
     folder: str | Path,
     *,
-    device: str = "auto",
     max_minutes: float | None = None,
     strategy: str | None = None,
     shard_size: int | None = None,
     trust: Trust = NONE,
-    listeners: tuple[Callable[[dict[str, Any]], None], ...] = (),
-    accept_changed_inputs: bool = False,
+    **options: Any,
 ) -> Result:
-    """Continue the run in a folder, bit for bit. Return the result of a finished run.
+    """Continue the run in a folder, bit for bit. Return the result of a finished run, or with `max_steps` continue it.
 
     Raise `InputsChanged` where the data, the teacher or the student's folder are not those it began with, unless
-    `accept_changed_inputs`.
+    `accept_changed_inputs`. `steps` has the options.
 
     With another number of processes or another `strategy` it continues with the same rows in the same order, and with
     the same numbers up to the order of sums. `shard_size` belongs to `fsdp`: another strategy drops the run's own.
@@ -314,8 +396,7 @@ def resume(
     with opened(folder) as place:
         config = place.read_config(trust)
         config = config.model_copy(update={"train": config.train.model_copy(update=changed)})
-        options: dict[str, Any] = {"device": device, "listeners": listeners}
-        return distill(config, place.folder, accept_changed_inputs=accept_changed_inputs, **options)
+        return distill(config, place.folder, **options)
 
 
 def _teller(listeners: tuple[Callable[[dict[str, Any]], None], ...]) -> Callable[[str], None]:
@@ -354,7 +435,7 @@ def _train(
     mark: Mark | None,
     stop: Stop,
     changed: Collection[str],
-) -> Result:
+) -> Generator[Step, None, Result]:
     """Train from the present state to the end, then write the results. `changed` are inputs that are others now."""
     state.between_batches = stop.check_loading
     state.before = _before(run, state) if saved is None else dict(saved.scalars["before"])
@@ -377,8 +458,9 @@ def _train(
     return_unused_memory()
     if mark is not None and saved is not None:
         save_checkpoint(run, state, is_awaited=True)
-    for _outcome in training(run, state, stop):
-        pass
+    with contextlib.closing(training(run, state, stop)) as taken:
+        for outcome in taken:
+            yield Step(outcome, run, state, stop)
     return finish(run, state, stop)
 
 

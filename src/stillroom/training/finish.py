@@ -203,6 +203,8 @@ class Result:
         )
         table = f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>" if rows else ""
         status = _cell(self.summary.get("status", "unknown"))
+        if self.summary.get("status") == "interrupted":
+            status = _cell(f"{self.summary.get('reason')}; stillroom.resume({str(self.folder)!r}) continues")
         where = f"<code>{_cell(self.folder)}</code>"
         return f"<div><p>{status}: {where}{self._link()}</p>{table}</div>"
 

@@ -9,7 +9,7 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from stillroom.core.errors import Interrupted
+from stillroom.core.errors import Interrupted, StoppedByCaller
 from stillroom.core.types import Batch, LossWeights
 from stillroom.doctor.diagnose import diagnose
 from stillroom.doctor.log_rules import Case
@@ -50,6 +50,7 @@ class Stop:
 
     def __init__(self, max_minutes: float = 0.0) -> None:
         self.reason = ""
+        self.is_own = False  # a caller's loop asked, no signal and no clock
         self.reserve = 0.0  # seconds that saving takes, subtracted from the time limit
         self._is_loading = False
         self._has_deadline = False
@@ -65,6 +66,10 @@ class Stop:
         if not self.reason and self._has_deadline and self.is_late():
             self.reason = "the time limit is reached"
         return bool(self.reason)
+
+    def ask(self, reason: str) -> None:
+        """Request a stop from inside the program."""
+        self.is_own, self.reason = not self.reason, self.reason or reason
 
     def is_late(self) -> bool:
         """Whether saving now would end after the time limit."""
@@ -123,13 +128,16 @@ class Stop:
 # ---- The loop
 
 
-def training(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
-    """Train until the schedule ends. Yields after each attempted step, refused ones included."""
+def training(run: Run, state: RunState, stop: Stop) -> Generator[StepOutcome, None, None]:
+    """Train until the schedule ends. Yields after each attempted step, refused ones included.
+
+    Closed between two steps it saves the state and raises `Interrupted`.
+    """
     with last_step_saved(run, state) if run.parallel.size > 1 else nullcontext(), no_save_left(run, state):
         yield from _steps(run, state, stop)
 
 
-def _steps(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
+def _steps(run: Run, state: RunState, stop: Stop) -> Generator[StepOutcome, None, None]:
     run.student.train()
     start, already = time.monotonic(), state.seconds
     plan(run, state)
@@ -169,7 +177,10 @@ def _steps(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
         stop.reserve = state.pace.seconds_to_stop(is_saving=run.saves.current is not None)
         stop.heed_clock()
         record_rollback(run, state)
-        yield outcome
+        try:
+            yield outcome
+        except GeneratorExit:  # the caller left its loop: what is due after this step is done, and the state saved
+            stop.ask("the loop over its steps was left")
         with _stoppable(run, state, stop):
             if outcome.verdict.action == "keep":
                 after_applied_step(run, state, outcome)
@@ -214,7 +225,7 @@ def _stoppable(run: Run, state: RunState, stop: Stop) -> Iterator[None]:
         save_stopped_student(run, state)
         reason = stop.reason or "another process was asked to"
         during = ", during its evaluation" if state.owes_evaluation else ""
-        raise Interrupted(
+        raise (StoppedByCaller if stop.is_own else Interrupted)(
             f"stopped at step {state.applied} of {run.schedule.num_steps}{during}: {reason}",
             where=str(run.folder),
             advice=[f"stillroom resume {run.folder}"],

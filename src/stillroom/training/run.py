@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from stillroom.config import Config
+from stillroom.config.schema import NonNegative
 from stillroom.core.errors import CannotSave
 from stillroom.core.files import LARGEST, Count, Stored, strict
 from stillroom.core.locks import Lock
@@ -244,11 +245,13 @@ class RunState(TensorGroups):
     is_finished: bool = False
     owes_evaluation: bool = False  # the evaluation of the last step was interrupted
     round: int = -1  # the round of rollouts in use; -1: none yet
+    set_weights: dict[str, float] = field(default_factory=dict)  # of terms, by a caller's loop: they win
+    weights_set_at: int = -1  # applied steps when the last of them was set
 
     def counters(self) -> dict[str, Any]:
         """What a checkpoint stores as JSON under `state`."""
         values = {known.name: getattr(self, known.name) for known in fields(self) if known.name not in _HELD}
-        return {name: list(value) if isinstance(value, list) else value for name, value in values.items()}
+        return {name: _own(value) for name, value in values.items()}
 
     @property
     def success_rate(self) -> float:
@@ -258,6 +261,11 @@ class RunState(TensorGroups):
     def applied_attempts(self) -> int:
         """Attempts that ended in an update, rolled-back ones included."""
         return self.attempted - self.skipped - self.retried - (self.rollbacks - self.undone)
+
+
+def _own(value: Any) -> Any:
+    """A copy of what could be changed in place."""
+    return value.copy() if isinstance(value, list | dict) else value
 
 
 _TEACHER = "router"  # the key of the teacher's state in a checkpoint
@@ -282,6 +290,8 @@ _HISTORY = (
     "is_off_course",
     "micro_batch_parts",
     "shortages",
+    "set_weights",
+    "weights_set_at",
 )
 
 
@@ -351,7 +361,7 @@ class _Known(Stored):
 def _counters(name: str, wanted: Collection[str]) -> type[_Known]:
     """A schema of counters of RunState by their types. A whole number is never below its first value."""
     kinds: dict[str, Any] = {"float": float, "float | None": float | None, "list[int]": list[Count]}
-    kinds |= {"str": str, "bool": bool}
+    kinds |= {"str": str, "bool": bool, "dict[str, float]": dict[str, NonNegative]}
     entries: dict[str, Any] = {}
     for one in fields(RunState):
         if one.name in wanted:
@@ -364,7 +374,7 @@ def _counters(name: str, wanted: Collection[str]) -> type[_Known]:
 # Counters that older checkpoints do not have.
 _LATER = {
     "undone", "last_perplexity", "snapshots_refused", "micro_batch_parts", "shortages", "owes_evaluation", "round",
-    "best_rank", "last_rank", "is_off_course",
+    "best_rank", "last_rank", "is_off_course", "set_weights", "weights_set_at",
 }  # fmt: skip
 _AllCounters = _counters("_AllCounters", [known.name for known in fields(RunState) if known.name not in _HELD])
 _HistoryCounters = _counters("_HistoryCounters", _HISTORY)
@@ -455,7 +465,7 @@ def restore_history(run: Run, state: RunState, mark: Mark) -> None:
     best = run.checkpoints.abandoned_best(int(mark.history["state"]["best_step"]))
     for name, value in mark.history["state"].items():
         if best or not name.startswith(("best_", "evaluations_since_best")):
-            setattr(state, name, list(value) if isinstance(value, list) else value)
+            setattr(state, name, _own(value))
     if best:
         state.best_weights = _best(run, best)
     statistics = run.guard.statistics()
@@ -482,7 +492,7 @@ def restore(run: Run, state: RunState, saved: Saved, *, keeps_history: bool = Fa
     run.teacher.training.load(*teacher, keeps_history=keeps_history)
     for name, value in saved.scalars["state"].items():
         if not (keeps_history and name in _HISTORY):
-            setattr(state, name, list(value) if isinstance(value, list) else value)
+            setattr(state, name, _own(value))
     if state.best_rank is None:  # not in older checkpoints, which chose by perplexity
         state.best_rank, state.last_rank = state.best_perplexity, state.last_perplexity
     if keeps_history:
@@ -587,6 +597,8 @@ class Run:
         curriculum = self.curriculum
         if state.applied < state.fallback_until:
             curriculum = curriculum.without_teacher()
+        elif state.set_weights:
+            curriculum = curriculum.with_weights(state.set_weights, state.weights_set_at)
         return curriculum.at(state.applied / max(self.schedule.num_steps, 1))
 
     def rate_factor(self, state: RunState) -> float:

@@ -146,6 +146,16 @@ class Curriculum:
         """The same run on labels alone: all weight goes to cross-entropy."""
         return replace(self, weights={"kd": 0.0, "ce": 1.0})
 
+    def with_weights(self, weights: Mapping[str, float], step: int) -> Curriculum:
+        """The same run with the weights of some terms set after `step` steps.
+
+        It is another phase, so that the guard begins its statistics again and the log names the change.
+        """
+        suffix = f"weights set at step {step}"
+        phases = tuple(phase.model_copy(update={"name": f"{phase.name}, {suffix}"}) for phase in self.phases)
+        last = PhaseConfig(name=suffix, until=1.0)
+        return replace(self, weights={**self.weights, **weights}, phases=phases or (last,))
+
 
 # ---- The budget: what a run spends next to its steps, planned before it begins
 #

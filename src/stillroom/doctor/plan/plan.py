@@ -21,6 +21,7 @@ from stillroom.core.errors import BrokenAtStart, ConfigError
 from stillroom.core.machine import main_memory
 from stillroom.data import open_data
 from stillroom.doctor.plan.cost import Cost, cost_of
+from stillroom.doctor.printed import plan_lines
 from stillroom.models import find, has_tokenizer, load_tokenizer
 from stillroom.parallel import Parallel
 from stillroom.parallel.fsdp import check_shard_size
@@ -129,6 +130,9 @@ class Plan:
     @property
     def is_possible(self) -> bool:
         return self.fitted.layout.total <= self.target.bound
+
+    def __str__(self) -> str:
+        return "\n".join(plan_lines(self.to_dict()))
 
     def to_dict(self) -> dict[str, Any]:
         after = self.fitted.layout
