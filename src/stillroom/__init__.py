@@ -104,4 +104,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATE})
+    return sorted({*globals(), *_LATE, "training"})

@@ -82,7 +82,7 @@ def distill(
     A signal or a time limit saves and raises `Interrupted`; in a notebook the result is returned, with the status
     `interrupted`, and `stillroom.resume(result.folder)` continues it.
     """
-    with _saved_interrupt(out, is_shown=progress is not False) as saved:
+    with _saved_interrupt(is_shown=progress is not False) as saved:
         run = training(
             config, out, teacher=teacher, student=student, data=data, eval_data=eval_data, preset=preset,
             settings=settings, device=device, inject=inject, on_event=on_event, progress=progress,
@@ -184,7 +184,7 @@ def resume(
             accept_changed_inputs=accept_changed_inputs,
         )
 
-    with _saved_interrupt(folder, is_shown=progress is not False) as saved:
+    with _saved_interrupt(path, is_shown=progress is not False) as saved:
         return reported(job, path, _mode(progress))[0]
     return saved.result()
 
@@ -437,8 +437,8 @@ def _interrupted(error: Interrupted, folder: Path) -> Result:
 class _saved_interrupt:  # noqa: N801, a context manager like those of contextlib
     """In a notebook, turn an interrupt of the body into a result: a traceback there looks as if something was lost."""
 
-    def __init__(self, out: str | Path | None, *, is_shown: bool) -> None:
-        self.folder, self._is_shown = Path(out or "."), is_shown
+    def __init__(self, folder: Path = Path(), *, is_shown: bool) -> None:
+        self.folder, self._is_shown = folder, is_shown
         self._error: Interrupted | None = None
 
     def result(self) -> Result:

@@ -43,7 +43,7 @@ def test_every_block_of_the_page_runs(reader: Path) -> None:
         exec(compile("\n" * line + code, str(PAGE), "exec"), names)
     done = [path.parent.name for path in sorted(reader.glob("runs/*/report.html"))]
     kinds = [f"kind-{number}" for number in range(4)]
-    assert done == ["configured", "cut", *kinds, "named", "objects", "own", "watched"]
+    assert done == ["configured", "cut", *kinds, "named", "objects", "watched"]
     assert len((reader / "losses.csv").read_text().splitlines()) == 15
     assert len(names["losses"]) == 20  # type: ignore[arg-type]
     texts = {(reader / "runs" / kind / "inputs" / "train.jsonl").read_bytes() for kind in kinds}
