@@ -26,14 +26,14 @@ LAYERS = [
     {"report", "metrics", "export"}
     | {f"doctor.{name}" for name in ("examine", "plan", "resume", "selftest", "setup", "setup_rules")},
     {"bench"},
-    {"api", "cli", "demo", "guard", "objectives", "__main__", "__init__"},
+    {"api", "cli", "demo", "guard", "hf", "objectives", "__main__", "__init__"},
 ]
 # A package, or a module of a package that has another level than the rest of it.
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 # Who may import what: the library on the left only in the rooms on the right.
 ONLY_IN = {
-    "transformers": {"models", "data", "teachers", "export"},
+    "transformers": {"models", "data", "teachers", "export", "hf"},
     "rich": {"telemetry", "cli"},
     "typer": {"cli"},
 }

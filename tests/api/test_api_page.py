@@ -1,4 +1,4 @@
-"""Every block of Python in docs/guides/python.md runs, in the page's order, in a folder with the files it names."""
+"""Every block of Python in docs/guides/python.md and trainer.md runs, in the page's order, with the files it names."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 PAGE = Path(__file__).parent.parent.parent / "docs" / "guides" / "python.md"
 
 
-def blocks() -> list[tuple[int, str]]:
+def blocks(page: Path = PAGE) -> list[tuple[int, str]]:
     """(line of the page, code) of each block."""
-    text = PAGE.read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
     found = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [(text.count("\n", 0, match.start(1)), match[1]) for match in found]
 
@@ -48,6 +48,14 @@ def test_every_block_of_the_page_runs(reader: Path) -> None:
     assert len(names["losses"]) == 20  # type: ignore[arg-type]
     texts = {(reader / "runs" / kind / "inputs" / "train.jsonl").read_bytes() for kind in kinds}
     assert len(texts) == 1, "the same records, however they are given"
+
+
+def test_every_block_of_the_trainer_s_page_runs(reader: Path) -> None:
+    page, names = PAGE.with_name("trainer.md"), dict[str, object]()
+    for line, code in blocks(page):
+        exec(compile("\n" * line + code, str(page), "exec"), names)
+    entries = names["trainer"].state.log_history  # type: ignore[attr-defined]
+    assert any("train_loss" in entry for entry in entries)
 
 
 def test_the_page_names_what_the_package_offers() -> None:

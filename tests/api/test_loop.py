@@ -125,7 +125,9 @@ def test_an_interrupt_in_a_notebook_gives_a_result(
 ) -> None:
     pages: list[str] = []
     monkeypatch.setattr("stillroom.telemetry.console.is_notebook", lambda: True)
-    monkeypatch.setattr("stillroom.telemetry.console.UpdatedDisplay.show", lambda _self, _text, page: pages.append(page))
+    monkeypatch.setattr(
+        "stillroom.telemetry.console.UpdatedDisplay.show", lambda _self, _text, page: pages.append(page)
+    )
     result = stillroom.distill(config(world, train__max_minutes=1e-9), tmp_path / "run", device="cpu")
     assert result.summary["status"] == "interrupted" and result.folder == tmp_path / "run"
     assert stillroom.resume(result.folder, max_minutes=0, device="cpu").summary["steps"] == 6

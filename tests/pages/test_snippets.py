@@ -35,6 +35,7 @@ ALL = [snippet for page in snippets.PAGES for snippet in snippets.snippets(page)
 # Pages whose blocks of these languages another test runs from end to end.
 HELD = {
     ("docs/guides/python.md", "python"): "tests/api/test_api_page.py",
+    ("docs/guides/trainer.md", "python"): "tests/api/test_api_page.py",
     ("docs/guides/extending.md", "python"): "tests/config/test_extensions.py",
     ("docs/guides/extending.md", "toml"): "tests/config/test_extensions.py",
 }
