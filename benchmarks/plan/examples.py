@@ -29,11 +29,11 @@ def _sizes(width: int, inner: int, layers: int, heads: int, groups: int, tokens:
     }  # fmt: skip
 
 
-QWEN_LARGE = ("qwen2", "Qwen2ForCausalLM", _sizes(1536, 8960, 28, 12, 2, 151_936))
+QWEN_SMALL = ("qwen2", "Qwen2ForCausalLM", _sizes(896, 4864, 24, 14, 2, 151_936))
 SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "Qwen/Qwen2.5-1.5B-Instruct": QWEN_LARGE,
-    "Qwen/Qwen2.5-Coder-1.5B": QWEN_LARGE,
-    "Qwen/Qwen2.5-0.5B-Instruct": ("qwen2", "Qwen2ForCausalLM", _sizes(896, 4864, 24, 14, 2, 151_936)),
+    "Qwen/Qwen2.5-1.5B-Instruct": ("qwen2", "Qwen2ForCausalLM", _sizes(1536, 8960, 28, 12, 2, 151_936)),
+    "Qwen/Qwen2.5-0.5B-Instruct": QWEN_SMALL,
+    "Qwen/Qwen2.5-Coder-0.5B": QWEN_SMALL,
     "meta-llama/Llama-3.2-3B-Instruct": (
         "llama", "LlamaForCausalLM", _sizes(3072, 8192, 28, 24, 8, 128_256, head_dim=128)),
     "meta-llama/Llama-3.2-1B-Instruct": (
