@@ -39,9 +39,10 @@ from stillroom.core.files import (
     write_atomically,
     write_durably,
 )
+from stillroom.core.hub import HubStore, is_repository
 from stillroom.core.locks import RUN_LOCK, Lock, LockHeld, alone, describe_owner, hold_again
 from stillroom.core.machine import main_memory
-from stillroom.core.remote import Known, Owner, Sender, Store, as_url, copies_folder, is_below, key_of, read_commit
+from stillroom.core.remote import Known, Sender, Store, as_url, copies_folder, is_below, key_of, read_commit
 from stillroom.data.objects import write_records
 from stillroom.models.objects import GivenModel
 from stillroom.training.checkpoint import MANIFEST, CheckpointStore
@@ -669,9 +670,9 @@ def opened(out: str | Path) -> Iterator[Place]:
             yield _open[folder]
             return
         try:
-            store = Store(url)
+            store = HubStore(url) if is_repository(url) else Store(url)
             store.entries()  # fail on an unreachable store before anything is loaded
-            owner = Owner(store).take()
+            owner = store.own()
         except (DataError, CannotSave) as error:
             raise ConfigError(error.what, where="--out", advice=error.advice) from error
         ending.callback(owner.release)
