@@ -238,10 +238,14 @@ def hub_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + template[template.index("/{") :])
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(_http, "time", SimpleNamespace(**{**vars(time), "sleep": lambda _seconds: None}))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    _http.close_session()
     try:
         yield hub
     finally:

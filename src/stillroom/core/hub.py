@@ -214,7 +214,7 @@ class HubStore(Store):
         if not self._repository.head():
             self._repository.create(private=True)
             names = [] if self._folder else self._repository.files(self._repository.head())
-            self._repository.send({}, "Stillroom: begin", remove=[name for name in names if not is_hidden(name)])
+            self._repository.send({}, "Stillroom: empty", remove=[name for name in names if not is_hidden(name)])
         info = self._repository.info()
         is_public = info is not None and info.private is False
         return [f"{self.url} is public: everybody can read the run, with samples of its data"] if is_public else []
@@ -234,7 +234,8 @@ class HubStore(Store):
         head = self._repository.send(
             sent, f"Stillroom: {_title(commit)}", remove=gone, check=lambda head: self._check(head, commit.id)
         )
-        self._last = self._read_at(head)
+        self._pin(head)
+        self._last = commit.id
         known.clear()
         known.update(commit.files)
 
@@ -247,11 +248,15 @@ class HubStore(Store):
             )
 
     def _read_at(self, head: str) -> str:
-        """Read from this commit of the branch on. Return the id of the run's commit in it; empty if it has none."""
-        if head:
-            self._root = f"{self._repository.name}@{head}/{self._folder}".rstrip("/")
+        """Read a commit of the branch. Return the id of the run's commit in it; empty if it has none."""
+        self._pin(head)
         commit = read_commit(self)
         return commit.id if commit is not None else ""
+
+    def _pin(self, head: str) -> None:
+        """Read from one commit, whatever happens to the branch."""
+        if head:
+            self._root = f"{self._repository.name}@{head}/{self._folder}".rstrip("/")
 
 
 def _title(commit: Commit) -> str:
