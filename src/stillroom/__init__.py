@@ -16,7 +16,7 @@ from stillroom.config import Config, load_config
 from stillroom.core.errors import StillroomError
 
 if TYPE_CHECKING:
-    from stillroom.api import distill, evaluate, generate, resume
+    from stillroom.api import distill, evaluate, generate, push, resume
     from stillroom.losses.divergences import make as make_divergence
     from stillroom.losses.divergences import names as divergence_names
     from stillroom.losses.divergences import register as register_divergence
@@ -41,6 +41,7 @@ __all__ = [
     "generate",
     "load_config",
     "make_divergence",
+    "push",
     "register_divergence",
     "resume",
 ]
@@ -59,6 +60,7 @@ _LATE = {
     "fused_head_loss": ("stillroom.losses", "fused_head_loss"),
     "generate": ("stillroom.api", "generate"),
     "make_divergence": ("stillroom.losses.divergences", "make"),
+    "push": ("stillroom.api", "push"),
     "register_divergence": ("stillroom.losses.divergences", "register"),
     "resume": ("stillroom.api", "resume"),
 }

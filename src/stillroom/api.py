@@ -1,4 +1,4 @@
-"""Distil, resume, evaluate and generate, with names or objects.
+"""Distil, resume, evaluate, generate and push, with names or objects.
 
 Nothing heavy is imported before a function is called. See docs/guides/python.md.
 """
@@ -226,6 +226,32 @@ def generate(
         raise _without_tokenizer("model")
     (made,) = Writer(given.network, given.tokenizer, bos).continuations([prompt], is_raw=raw, **options)
     return made.text + made.stopped
+
+
+def push(
+    model: str | Path,
+    to: str,
+    *,
+    private: bool = False,
+    gguf: Sequence[str | Path] = (),
+    anyway: bool = False,
+) -> str:
+    """Publish a run's student, an export or the folder of a model on the Hugging Face Hub; return its address.
+
+    `to` is ORG/NAME, created if it is missing; with `private` one that is public is refused. `gguf` are files to go
+    with it. All is one commit, with a model card that holds the figures in the Hub's own metadata. `anyway` sends the
+    best student so far of a run that has not finished. The token is read from HF_TOKEN or from `hf auth login`.
+    """
+    name, files = str(check_path(model, "model")), [check_path(one, "gguf") for one in gguf]
+    check_text(to, "to")
+    check_flag(private, "private", may_be_none=False)
+    check_flag(anyway, "anyway", may_be_none=False)
+
+    from stillroom.export.push import pack
+
+    parcel = pack(name, to, private=private, gguf=files, anyway=anyway)
+    parcel.send()
+    return parcel.repository.address
 
 
 # -- running ---------------------------------------------------------------------------------------------

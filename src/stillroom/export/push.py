@@ -1,4 +1,4 @@
-"""Publish a run's student, or the folder of a model, on the Hugging Face Hub: all files in one commit, with its card."""
+"""Publish a run's student, or a model's folder, on the Hugging Face Hub: all files in one commit, with a model card."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -18,6 +17,7 @@ from stillroom.core.hub import Contents, Repository
 from stillroom.export.card import model_card
 from stillroom.export.folder import read_table, run_records
 from stillroom.models.load import model_name, run_of
+from stillroom.telemetry.wording import section
 from stillroom.training.finish import FINISHED
 
 CARD = "README.md"
@@ -48,7 +48,7 @@ class Parcel:
             return self.repository.send(self.files, "Stillroom: model", remove=self.removes, shows_progress=True)
         except CannotSave as error:
             retry = (
-                "give the same command again: a commit is there whole or not at all, and what arrived is not sent twice"
+                "give the same command again: a commit is whole or not there, and what has arrived is not sent twice"
             )
             raise CannotSave(error.what, where=error.where, advice=[*error.advice, retry]) from error
 
@@ -98,8 +98,7 @@ def pack(name: str, to: str, *, private: bool = False, gguf: Iterable[Path] = ()
 
 
 def _refuse_unfinished(run: Path, name: str) -> None:
-    records = run_records(run)
-    status = records["summary"].get("status")
+    status = read_table(run / "summary.json").get("status")
     if status not in FINISHED:
         raise ConfigError(
             f"the run in {name} has not finished: {status or 'it has no summary'}",
@@ -144,7 +143,7 @@ def _is_weights(name: str) -> bool:
 def _card(title: str, folder: Path, run: Path | None, paths: Mapping[str, Path]) -> str:
     """The model card of a folder that has none, from its files and the records of its run."""
     config = read_table(folder / "config.json")
-    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+    text = section(config, "text_config") or config
     parameters, kinds = _weights(paths)
     records = run_records(run, num_layers=text.get("num_hidden_layers")) if run is not None else {}
     known = {key: records.get(key, {}) for key in ("config", "summary", "versions")}
