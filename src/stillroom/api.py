@@ -331,6 +331,9 @@ def _shown(job: Callable[[Path, Listeners], Result], out: Path, view: ConsoleVie
                 page.close()
             raise
         finish(result.folder, result.summary)
+    if place.sender is not None and place.sender.num_failed:
+        text = f"{place.url} has all of the run; {place.sender.num_failed} uploads failed on the way"
+        view.handle({"event": "note", "text": text})
     return result, place.url or str(result.folder)
 
 

@@ -88,7 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
         status, held, *headers = answer
         contents = held if isinstance(held, bytes) else json.dumps(held).encode()
         if status >= 400:
-            contents = json.dumps({"error": str(held)}).encode()
+            contents = json.dumps(held if isinstance(held, dict) else {"error": held}).encode()
         self.send_response(status)
         for name, value in headers[0].items() if headers else ():
             self.send_header(name, value)
@@ -127,7 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _create(self, given: dict[str, Any]) -> Any:
         name = f"{given['organization']}/{given['name']}"
         if name in self.hub.repos:
-            return 409, "You already created this model repo"
+            return 409, {"error": "You already created this model repo", "url": f"{self.hub.url}/{name}"}
         if given["organization"] not in ("ada", "org"):
             return 403, "You don't have the rights to create a model under this namespace"
         self.hub.repos[name] = Repo(given.get("visibility") == "private" or bool(given.get("private")))

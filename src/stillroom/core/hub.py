@@ -97,7 +97,7 @@ class Repository:
         *,
         remove: Iterable[str] = (),
         check: Callable[[str], object] = bool,
-        shows_progress: bool = False,
+        has_bars: bool = False,
     ) -> str:
         """Make the branch hold these files, and none of `remove`, by one commit. Return the commit.
 
@@ -124,7 +124,7 @@ class Repository:
                 *(CommitOperationAdd(name, _given(files[name][0])) for name in todo),
             ]
             try:
-                with contextlib.nullcontext() if shows_progress else quiet():
+                with contextlib.nullcontext() if has_bars else quiet():
                     self._api.create_commit(
                         self.name, operations, commit_message=message, revision=self.branch, parent_commit=head
                     )

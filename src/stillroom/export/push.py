@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -44,12 +45,11 @@ class Parcel:
         """Send it as one commit. Return the commit."""
         if self.is_new:
             self.repository.create(private=self.is_private)
+        has_bars = sys.stderr is not None and sys.stderr.isatty()
         try:
-            return self.repository.send(self.files, "Stillroom: model", remove=self.removes, shows_progress=True)
+            return self.repository.send(self.files, "Stillroom: model", remove=self.removes, has_bars=has_bars)
         except CannotSave as error:
-            retry = (
-                "give the same command again: a commit is whole or not there, and what has arrived is not sent twice"
-            )
+            retry = "give the same command again: a commit is whole or not there, and what arrived is not sent twice"
             raise CannotSave(error.what, where=error.where, advice=[*error.advice, retry]) from error
 
 

@@ -732,7 +732,7 @@ def _bring(store: Store, folder: Path) -> tuple[list[str], dict[str, FileSum | N
         }
         names, state = {*there, *sums}, Known.read(home)
         is_here = (folder / CONFIG).exists()
-        if CONFIG not in names:
+        if not _has_run(store, names):
             store.check_empty(names)
             if is_here and state.sent:
                 raise ConfigError(
@@ -754,6 +754,17 @@ def _bring(store: Store, folder: Path) -> tuple[list[str], dict[str, FileSum | N
         _bring_files(store, folder, names, {*there})
         Known(sent=commit.id if commit is not None else "").write(home)
         return notes, known
+
+
+def _has_run(store: Store, names: set[str]) -> bool:
+    """Whether an address holds a run: a model has a config.json, too. A damaged one is reported when it is read."""
+    if CONFIG not in names:
+        return False
+    try:
+        table = json.loads(store.read(CONFIG) or b"")
+    except (ValueError, RecursionError):
+        return True
+    return isinstance(table, dict) and "config" in table
 
 
 def _bring_files(store: Store, folder: Path, names: set[str], listed: set[str]) -> None:
