@@ -101,7 +101,7 @@ def test_a_file_that_the_commit_leaves_out_is_not_taken_for_sent(
     hub: Hub, repository: Repository, files: Files
 ) -> None:
     hub.ignored = ".safetensors"
-    with pytest.raises(CannotSave, match="model.safetensors"):
+    with pytest.raises(CannotSave, match=r"model\.safetensors"):
         repository.send(files, "first")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,9 @@ import tiny
 from commands import arguments
 from commands import run as command
 from hub_server import TOKEN, Hub, hub_server
-from huggingface_hub import _commit_api
 
 from stillroom.config import load_config
-from stillroom.core.errors import CannotSave, ConfigError
+from stillroom.core.errors import CannotSave, CheckpointUnusable, ConfigError
 from stillroom.core.files import sum_of_file
 from stillroom.core.hub import HubStore, Repository
 from stillroom.core.remote import COMMIT, Commit
@@ -80,18 +80,21 @@ def without_token(folder: Path, *texts: str) -> bool:
 def test_a_kill_between_upload_and_commit_loses_nothing_and_the_run_continues_elsewhere_bit_for_bit(
     world: Path, tmp_path: Path, hub: Hub, undisturbed: bytes, move: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def kill_at_the_third(_method: str, path: str) -> Any:
+        if path.startswith("/process/"):
+            child.append(int(path.removeprefix("/process/")))
+            return 200, {}
+        if "/commit/" in path and hub.count("/commit/") == 3:
+            os.kill(child[0], signal.SIGKILL)
+            return "drop"
+        return None
+
     def killed() -> None:
-        send, calls = _commit_api._send_commit, []
-
-        def send_or_die(**options: Any) -> Any:
-            calls.append(options)
-            if len(calls) == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return send(**options)
-
-        _commit_api._send_commit = send_or_die
+        urllib.request.urlopen(f"{hub.url}/process/{os.getpid()}").close()
         train(world)
 
+    child: list[int] = []
+    hub.fault = kill_at_the_third
     assert tiny.in_child(killed) == -9
     repo = hub.repos["org/run"]
     assert repo.titles[1:] == ["Stillroom: step-000002", "Stillroom: step-000004"] and repo.private
@@ -163,9 +166,9 @@ def test_a_damaged_file_falls_back_to_the_checkpoint_before_and_without_one_ends
             folder = resume(URL, device="cpu").folder
             assert student(folder) == undisturbed and "student.safetensors" in notes(folder)
         else:
-            with pytest.raises(Exception) as refused:
+            with pytest.raises(CheckpointUnusable) as refused:
                 resume(URL, device="cpu")
-            assert getattr(refused.value, "exit_code", 0) == 25
+            assert refused.value.exit_code == 25
 
 
 def test_a_process_whose_run_another_has_continued_ends_with_24_and_sends_nothing(world: Path, hub: Hub) -> None:

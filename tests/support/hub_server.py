@@ -1,4 +1,4 @@
-"""A Hub on this machine: the HTTP API that huggingface_hub calls, with commits in memory and faults that a test sets."""
+"""A Hub on this machine: the HTTP API that huggingface_hub calls, with commits in memory and faults of a test."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(contents)
 
-    do_GET = do_POST = do_PUT = do_HEAD = _serve
+    do_GET = do_POST = do_PUT = do_HEAD = _serve  # noqa: N815 - as http.server calls them
 
     def _answer(self, path: str, query: dict[str, list[str]], body: bytes) -> Any:
         hub = self.hub
