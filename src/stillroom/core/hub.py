@@ -196,6 +196,7 @@ class HubStore(Store):
         self._repository = Repository(found["name"], unquote(found["branch"] or _MAIN))
         self._folder = f"{found['folder'].strip('/')}/" if found["folder"] else ""
         self._last = ""  # the run's commit that this process continues
+        self._silence = contextlib.ExitStack()  # the library's switch for progress bars is not of a thread
 
     def own(self) -> HubStore:
         """Take up the branch as it is now. Whoever continues it first has it; the other is told by `check`."""
@@ -207,7 +208,8 @@ class HubStore(Store):
         self._check(self._repository.head())
 
     def release(self) -> None:
-        """Do nothing: no file says that this process writes."""
+        """End the silence of the run. There is nothing else: no file says that this process writes."""
+        self._silence.close()
 
     def prepare(self) -> list[str]:
         """Create the repository, private, and the branch, empty. Say so where everybody can read it."""
@@ -215,6 +217,7 @@ class HubStore(Store):
             self._repository.create(private=True)
             names = [] if self._folder else self._repository.files(self._repository.head())
             self._repository.send({}, "Stillroom: empty", remove=[name for name in names if not is_hidden(name)])
+        self._silence.enter_context(quiet())
         info = self._repository.info()
         is_public = info is not None and info.private is False
         return [f"{self.url} is public: everybody can read the run, with samples of its data"] if is_public else []
