@@ -374,6 +374,32 @@ def export_student(
     return export(str(name), place, format=format, form=form, data=data, force=force)
 
 
+def push(
+    model: str | Path,
+    to: str,
+    *,
+    private: bool = False,
+    gguf: Sequence[str | Path] = (),
+    anyway: bool = False,
+) -> str:
+    """Publish a run's student, an export or the folder of a model on the Hugging Face Hub; return its address.
+
+    `to` is ORG/NAME, created if it is missing; with `private` one that is public is refused. `gguf` are files to go
+    with it. All is one commit, with a model card that holds the figures in the Hub's own metadata. `anyway` sends the
+    best student so far of a run that has not finished. The token is read from HF_TOKEN or from `hf auth login`.
+    """
+    name, files = str(check_path(model, "model")), [check_path(one, "gguf") for one in gguf]
+    check_text(to, "to")
+    check_flag(private, "private", may_be_none=False)
+    check_flag(anyway, "anyway", may_be_none=False)
+
+    from stillroom.export.push import pack
+
+    parcel = pack(name, to, private=private, gguf=files, anyway=anyway)
+    parcel.send()
+    return parcel.repository.address
+
+
 # -- running ---------------------------------------------------------------------------------------------
 
 
@@ -549,6 +575,9 @@ def _shown(job: Job, out: Path, view: ConsoleView) -> Generator[Step, None, tupl
                 page.close()
             raise
         finish(result.folder, result.summary)
+    if place.sender is not None and place.sender.num_failed:
+        text = f"{place.url} has all of the run; {place.sender.num_failed} uploads failed on the way"
+        view.handle({"event": "note", "text": text})
     return result, place.url or str(result.folder)
 
 

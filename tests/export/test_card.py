@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
+from huggingface_hub import ModelCardData
 from synthetic import evaluated
 
 from stillroom.export.card import Origin, model_card, short_name
@@ -114,3 +115,24 @@ def test_hostile_names_of_benchmarks_are_inert() -> None:
     assert "\n# heading" not in text and all("<script>" not in part for part in text.split("`")[::2])
     (line,) = [line for line in text.splitlines() if "0.500" in line]
     assert line.count("|") == 3  # the cells of one row
+
+
+def test_the_figures_stand_in_the_hub_s_own_metadata() -> None:
+    data = {"train": [{"path": "/home/ada/a.jsonl"}, {"path": "b.jsonl"}], "eval": "hf:org/texts:small"}
+    text = card(config={**CONFIG, "data": data}, evaluated=Evaluated(evaluated()))
+    found = ModelCardData(**yaml.safe_load(text.split("---")[1])).eval_results
+    figures = {(one.dataset_name, one.metric_type): one.metric_value for one in found or ()}
+    assert figures["hf:org/texts:small", "perplexity"] == 12.3 and figures["held_out.jsonl", "kl"] == 0.41
+    assert figures["arc_easy", "acc"] == 0.31 and figures["held_out.jsonl", "exact_match"] == 0.31
+    assert not {"samples", "parameters", "decode_tokens_per_second"} & {metric for _data, metric in figures}
+    assert {one.dataset_type for one in found or ()} == {"org/texts", "held_out.jsonl", "arc_easy"}
+
+
+def test_metadata_holds_no_path_no_figure_in_doubt_and_nothing_that_is_not_a_number() -> None:
+    student = {"perplexity": None, "kl": float("nan"), "agreement": 0.5}
+    text = card(summary={"student": student}, evaluated=Evaluated(evaluated(), "it has changed"), title="x\n---\ny: 1")
+    (index,) = yaml.safe_load(text.split("---")[1])["model-index"]
+    (result,) = index["results"]
+    assert result["metrics"] == [{"type": "agreement", "name": "agreement", "value": 0.5}]
+    assert result["dataset"]["name"] == "a.jsonl" and "/home/ada" not in text
+    assert "model-index" not in card(summary={})

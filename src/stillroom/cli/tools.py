@@ -827,3 +827,50 @@ def export_lines(done: Any) -> list[str]:
     if done.tokens_per_second is not None:
         lines.append(f"llama.cpp writes {done.tokens_per_second:.0f} tokens a second with it on one thread")
     return [*lines, *(f"note    {clean(note)}" for note in done.notes)]
+
+
+# -- push --------------------------------------------------------------------------------------------------
+
+
+@app.command(short_help="Publish a student on the Hugging Face Hub.")
+def push(
+    run: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="folder or address of a run, an export or a model")],
+    to: Annotated[str, typer.Option(metavar="ORG/NAME", help="repository of the Hub; created if it is missing")],
+    private: Annotated[bool, typer.Option("--private", help="create it private; refuse one that is public")] = False,
+    gguf: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="GGUF file to go with it; repeatable")] = None,
+    anyway: Annotated[bool, typer.Option("--anyway", help="send the best student of an unfinished run")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="list what would be sent, and send nothing")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Publish a student on the Hugging Face Hub: its files and a model card with its figures, in one commit.
+
+    The token is read from HF_TOKEN or from `hf auth login`. Exit code 2 if it is missing or something must not be sent,
+    20 if there is no student yet, 24 if the Hub refuses the commit or cannot be reached.
+    """
+    from stillroom.export.push import pack
+
+    parcel = pack(run, to, private=private, gguf=gguf or (), anyway=anyway)
+    address, files = parcel.repository.address, {name: one.bytes for name, (_, one) in parcel.files.items()}
+    if not as_json:
+        for line in _parcel_lines(parcel, files):
+            echo(line)
+    commit = None if dry_run else parcel.send()
+    if as_json:
+        told = {"address": address, "commit": commit, "files": files, "bytes": parcel.bytes}
+        print_json({**told, "removes": list(parcel.removes), "notes": list(parcel.notes)})
+    else:
+        echo("nothing was sent" if dry_run else f"sent    {address}")
+
+
+def _parcel_lines(parcel: Any, files: dict[str, int]) -> list[str]:
+    """What will be sent, for a person."""
+    from stillroom.telemetry.wording import clean, format_bytes
+
+    seen = {True: "private", False: "public", None: "as your account has it: private or public"}[parcel.is_private]
+    return [
+        f"to      {clean(parcel.repository.address)}  {'new' if parcel.is_new else 'there already'}, {seen}",
+        *(f"file    {clean(name)}  {format_bytes(size)}" for name, size in sorted(files.items())),
+        *(f"remove  {clean(name)}  of an earlier model there" for name in parcel.removes),
+        *(f"note    {clean(note)}" for note in parcel.notes),
+        f"total   {len(files)} files, {format_bytes(parcel.bytes)}, in one commit",
+    ]

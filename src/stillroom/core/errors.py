@@ -17,7 +17,8 @@ from typing import Any
 # Keep keys out of logs, terminals, errors and reports: `masked` replaces each one that this process knows.
 #
 # Known are the keys in the environment variables of the hubs, stores and trackers we use, what `hide` was told (the
-# key of a teacher's server), and what URLs carry: user names and passwords, signatures and tokens in their queries.
+# key of a teacher's server), what looks like a token of the Hub, which a notebook may keep in a vault, and what URLs
+# carry: user names and passwords, signatures and tokens in their queries.
 # Text is masked where it leaves the process: by the event log, the console, our errors, the report and the file of a
 # traceback.
 
@@ -34,6 +35,7 @@ _VARIABLES = (
     "AZURE_STORAGE_CONNECTION_STRING",
     "WANDB_API_KEY",
 )
+_HUB_TOKEN = re.compile(r"\bhf_(?:oauth_|jwt_)?[A-Za-z0-9]{30,}(?:\.[\w-]+)*")
 _USER = re.compile(r"(?<=://)[^\s/?#@\"'<>]+(?=@)")
 _SIGNED = re.compile(
     r"(?i)(?<=[?&])((?:x-amz-|x-goog-)?(?:signature|credential|security-token)|awsaccesskeyid|googleaccessid|sig|"
@@ -55,6 +57,8 @@ def masked(text: str) -> str:
     for secret in _known():
         if secret in text:
             text = text.replace(secret, MASK)
+    if "hf_" in text:
+        text = _HUB_TOKEN.sub(MASK, text)
     if "://" in text:
         text = _USER.sub(MASK, text)
         text = _SIGNED.sub(rf"\1={MASK}", text)

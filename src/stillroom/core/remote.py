@@ -6,7 +6,7 @@ old one only after its size was compared.
 Upload: a run works in a local folder, which is sent after each checkpoint and at the end (`Sender`). A manifest is sent
 after the files it lists; the commit, a manifest of the whole run, is sent last. An object store has no folders, no
 rename and no locks. Most can create an object only if it does not exist (S3: If-None-Match): one such object names the
-process that may write (`Owner`).
+process that may write (`Owner`). A repository of the Hub has commits instead of both: core/hub.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from stillroom.core.errors import AddressUnusable, CannotSave, ConfigError, OutsideName, StillroomError
@@ -48,12 +48,14 @@ OWNER_SECONDS = 120.0  # an owner on another machine that did not renew for this
 _RENEWALS = 6  # in that time
 _TRIES, _PAUSE = 5, 0.2  # seconds, doubled
 _AT_ONCE = 8  # files that are copied together
+_NO_KEYS, _REFUSED = ("NoCredentialsError", "LocalTokenNotFoundError"), (401, 403)
 _READ_BACK = 1 << 20  # bytes up to which a file that was sent is read again
 # Packages whose errors are not OSErrors and mean that a store could not be asked.
-_CLIENTS = ("botocore", "aiobotocore", "aiohttp", "gcsfs", "google", "huggingface_hub", "httpx", "httpcore", "requests")
+_CLIENTS = ("botocore", "aiobotocore", "aiohttp", "gcsfs", "google", "requests",
+            "huggingface_hub", "hf_xet", "httpx", "httpx2", "httpcore", "httpcore2")  # fmt: skip
 _CREATE = {"s3", "s3a", "gs", "gcs", "memory"}  # file systems that create a file only where there is none
-_MARKS = ("ETag", "etag", "md5Hash", "md5", "checksum", "sha256", "version_id", "generation", "last_commit",
-          "LastModified", "last_modified", "mtime", "updated", "created")  # fmt: skip
+_MARKS = ("ETag", "etag", "md5Hash", "md5", "checksum", "sha256", "version_id", "generation", "blob_id", "xet_hash",
+          "last_commit", "LastModified", "last_modified", "mtime", "updated", "created")  # fmt: skip
 _MANIFEST, _CHECKPOINTS, _STUDENT = "manifest.json", "checkpoints/", "student/"
 _NEVER_SENT = (RUN_LOCK, "events.jsonl.tmp")
 _LINKED = (_CHECKPOINTS, _STUDENT, "inputs/")  # files there are never written to again, only replaced
@@ -281,6 +283,24 @@ class Store:
 
             self._write(drop, name)
 
+    def send(self, files: Mapping[str, Path], commit: Commit, known: dict[str, FileSum | None]) -> None:
+        """Upload the files of a commit that are not in `known`, then the commit. `known` follows each file."""
+        todo = sorted((name for name, one in commit.files.items() if known.get(name) != one), key=_order)
+        # A checkpoint that was saved again must not be read with its old manifest.
+        self.remove(name for name in todo if name.endswith(f"/{_MANIFEST}") and name in known)
+        for name in todo:
+            self.put(name, files[name])
+            known[name] = commit.files[name]
+        self.write(COMMIT, commit.to_bytes())
+
+    def own(self) -> Ownership:
+        """Become the one that writes here, or raise ConfigError that names the owner."""
+        return Owner(self).take()
+
+    def prepare(self) -> list[str]:
+        """Make the place for a run that begins. Return notes for its log."""
+        return []
+
     def check_empty(self, names: Iterable[str]) -> None:
         """Raise if any of these names is not a hidden file of Stillroom."""
         others = sorted(name for name in names if not name.startswith(f"{HIDDEN}/"))
@@ -345,9 +365,12 @@ def again(work: Callable[[], Any], what: str, *, is_read: bool = True) -> Any:
             if isinstance(error, FileNotFoundError):
                 reason = "does not exist" if is_read else f"cannot be written: {reason_of(error)}"
                 raise end(f"{what} {reason}", advice=["check the address"]) from error
-            if isinstance(error, PermissionError) or type(error).__name__ == "NoCredentialsError":
+            status = getattr(getattr(error, "response", None), "status_code", None)
+            is_refused = isinstance(error, PermissionError) or type(error).__name__ in _NO_KEYS
+            if is_refused or status in _REFUSED:
                 reason = f"may not be {done}: {reason_of(error)}"
-                raise end(f"{what} {reason}", advice=["check the store's keys"]) from error
+                keys = "check the store's keys; of hf:// it is HF_TOKEN or `hf auth login`"
+                raise end(f"{what} {reason}", advice=[keys]) from error
             if number == _TRIES - 1:
                 reason = f"cannot be {done}, in {_TRIES} tries: {reason_of(error)}"
                 raise end(f"{what} {reason}", advice=["check the connection"]) from error
@@ -425,6 +448,17 @@ def _remove_others(folder: Path, names: set[str]) -> None:
 _held: set[str] = set()  # owners of this process that are not released
 
 
+class Ownership(Protocol):
+    """The right to write to an address."""
+
+    is_exclusive: bool  # if False, two processes that start at the same time may both have it
+
+    def check(self) -> None:
+        """Raise CannotSave if another process has taken over."""
+
+    def release(self) -> None: ...
+
+
 class Owner:
     """Ownership of an address by this process, from `take` to `release`.
 
@@ -438,7 +472,7 @@ class Owner:
     ) -> None:
         self._store, self._seconds, self._sleep = store, seconds, sleep
         self.token, self._count = secrets.token_hex(8), 0
-        self.is_exclusive = store.can_create  # if False, two processes that start at the same time may both own it
+        self.is_exclusive = store.can_create
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -582,7 +616,7 @@ class Sender:
     are the files in the store, with their sums or None.
     """
 
-    def __init__(self, store: Store, folder: Path, owner: Owner, known: Mapping[str, FileSum | None]) -> None:
+    def __init__(self, store: Store, folder: Path, owner: Ownership, known: Mapping[str, FileSum | None]) -> None:
         self.folder, self._store, self._owner, self._known = folder, store, owner, dict(known)
         self._staged = folder.parent / "staged"
         self._sums: dict[str, tuple[tuple[int, int, int], FileSum]] = {}  # by (size, time, inode)
@@ -595,6 +629,7 @@ class Sender:
 
     def attach(self, log: Any) -> None:
         """Upload after each checkpoint event of a log. Log failures as notes."""
+        self._notes += self._store.prepare()
         self._write_note = lambda text: log.write("note", text=text)
         log.listen(self.handle)
 
@@ -688,22 +723,15 @@ class Sender:
             self._lost = error
             raise
         sums = {name: self._sum(name, path) for name, path in files.items()}
-        todo = sorted((name for name, one in sums.items() if self._known.get(name) != one), key=_order)
-        gone = sorted((name for name in self._known if name not in sums), key=_order, reverse=True)
         known = Known.read(self.folder.parent)
-        if not todo and not gone and known.sent:
+        if self._known == sums and known.sent:
             return
         commit = Commit(id=secrets.token_hex(8), files=sums)
         Known(sent=known.sent, next=commit.id).write(self.folder.parent)
-        # A checkpoint that was saved again must not be read with its old manifest.
-        self._store.remove(name for name in todo if name.endswith(f"/{_MANIFEST}") and name in self._known)
-        for name in todo:
-            self._store.put(name, files[name])
-            self._known[name] = sums[name]
-        self._store.write(COMMIT, commit.to_bytes())
+        self._store.send(files, commit, self._known)
         Known(sent=commit.id).write(self.folder.parent)
         self.num_commits += 1
-        for name in gone:
+        for name in sorted(self._known.keys() - sums.keys(), key=_order, reverse=True):
             self._store.remove([name])
             self._known.pop(name)
 
@@ -778,5 +806,6 @@ def add(place: str | Path, *paths: Path) -> None:
 
 
 def may_be_owned(place: str | Path) -> bool | None:
-    """Whether a run in a store has an owner. None if one is named, because it may have ended."""
-    return None if Store(as_url(place)).size(OWNER) is not None else False
+    """Whether a run in a store has an owner. None if one is named, because it may have ended; the Hub names none."""
+    url = as_url(place)
+    return None if url.startswith("hf://") or Store(url).size(OWNER) is not None else False

@@ -24,6 +24,7 @@ from stillroom.telemetry.results import (
     figure_rows,
 )
 from stillroom.telemetry.wording import (
+    as_number,
     clean,
     clip,
     format_bytes,
@@ -36,6 +37,9 @@ from stillroom.telemetry.wording import (
 
 _LONGEST = 120
 _MOST_ROWS = 120
+# Of the figures, those that measure quality: speed and memory are of one machine.
+_QUALITY = ("perplexity", "bits_per_byte", "kl", "agreement", "top5_agreement", "acceptance", "choice_accuracy",
+            "exact_match")  # fmt: skip
 _OWN_LABELS = frozenset(label for _key, label, _form in ASSESSMENT_ROWS)
 _LIMITS = (
     "It was measured on the held-out text named above and on nothing else: what it does elsewhere is not known.",
@@ -61,7 +65,7 @@ def model_card(
     """
     origin = origin or Origin.of(config)
     parts = [
-        _front(model, origin),
+        _front(model, origin, _index(title, config, summary, evaluated or Evaluated())),
         f"# {_text(title)}\n",
         _what(model, bool(config)),
         _usage(model),
@@ -104,11 +108,47 @@ class Origin:
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # also what may stand in YAML as it is
 
 
-def _front(model: Mapping[str, Any], origin: Origin) -> str:
+def _front(model: Mapping[str, Any], origin: Origin, results: Sequence[Mapping[str, Any]]) -> str:
     tags = ["distillation", "stillroom"]
     lines = ["library_name: transformers", "pipeline_tag: text-generation", f"tags: {json.dumps(tags)}"]
     lines += [f"base_model: {json.dumps(origin.base_model)}"] if origin.base_model else []
+    lines += [f"model-index: {json.dumps(results)}"] if results else []  # JSON is YAML
     return "\n".join(["---", *(lines if model.get("format", "hf") == "hf" else lines[1:]), "---"])
+
+
+def _index(
+    title: str, config: Mapping[str, Any], summary: Mapping[str, Any], evaluated: Evaluated
+) -> list[dict[str, Any]]:
+    """The student's figures as the Hub reads them: those of the run, and of `stillroom eval` those known to be its."""
+    record = {} if evaluated.doubt else evaluated.record
+    measured = section(record, "student")
+    tasks = section(measured, "tasks")
+    held_out = section(config, "data").get("eval")
+    results = [
+        _result([held_out] if held_out else _data(config), section(summary, "student"), _QUALITY),
+        _result(str(record.get("data")).split(", "), {**measured, **section(measured, "questions")}, _QUALITY),
+        *(_result([task], section(tasks, task), [key for key in section(tasks, task) if key != "samples"])
+          for task in tasks),
+    ]  # fmt: skip
+    found = [result for result in results if result["metrics"]][:_MOST_ROWS]
+    return [{"name": _bare(title), "results": found}] if found else []
+
+
+def _result(data: Sequence[object], row: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """The figures of a row on one text. A value that is not a finite number is left out."""
+    name = ", ".join(_bare(short_name(one)) for one in data)
+    kind = name.removeprefix("hf:").partition(":")[0] if name.startswith("hf:") and len(data) == 1 else name
+    metrics = [
+        {"type": _bare(key), "name": _bare(key), "value": number}
+        for key in keys
+        if (number := as_number(row.get(key))) is not None
+    ]
+    return {"task": {"type": "text-generation"}, "dataset": {"name": name, "type": kind}, "metrics": metrics}
+
+
+def _bare(value: object) -> str:
+    """A name as metadata: without markup, and without the line that ends metadata."""
+    return re.sub(r"[^\w .,:/()+-]|-(?=-)", "", _text(value)).strip()
 
 
 def _what(model: Mapping[str, Any], is_of_run: bool) -> str:
@@ -141,16 +181,14 @@ print(tokenizer.decode(written[0], skip_special_tokens=True))
 
 
 def _usage(model: Mapping[str, Any]) -> str:
-    """How to load it and let it write."""
-    match model.get("format", "hf"):
-        case "hf":
-            code, language = _LOAD + (_CHAT if model.get("has_chat") else _ASK) + _WRITE, "python"
-        case "gguf":
-            file = clean(model.get("file") or "model.gguf").replace("`", "'")
-            code, language = f'llama-cli -m {file} -p "Once upon a time" -n 64\n', "bash"
-        case _:
-            return ""
-    return f"## Use\n\n```{language}\n{code}```"
+    """How to load it and let it write, with transformers and with llama.cpp where there is a file for it."""
+    blocks = []
+    if model.get("format", "hf") == "hf":
+        blocks.append(f"```python\n{_LOAD}{_CHAT if model.get('has_chat') else _ASK}{_WRITE}```")
+    if model.get("file") or model.get("format") == "gguf":
+        file = clean(model.get("file") or "model.gguf").replace("`", "'")
+        blocks.append(f'```bash\nllama-cli -m {file} -p "Once upon a time" -n 64\n```')
+    return "## Use\n\n" + "\n\n".join(blocks) if blocks else ""
 
 
 def _provenance(config: Mapping[str, Any], summary: Mapping[str, Any], origin: Origin) -> str:

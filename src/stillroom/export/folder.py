@@ -69,27 +69,34 @@ def open_source(name: str) -> Source:
     folder = run_of(name)
     if folder is None:
         return Source(name, loaded, notes=loaded.notes)
-    record, summary = _read(folder / "config.json"), _read(folder / "summary.json")
-    notes: list[str] = []
+    records = run_records(folder, num_layers=loaded.anatomy.num_layers)
+    return Source(name, loaded, **{**records, "notes": (*loaded.notes, *records["notes"])})
+
+
+def run_records(folder: Path, *, num_layers: int | None = None) -> dict[str, Any]:
+    """What the folder of a run tells of its student, for the model card. `num_layers` are those of the student."""
+    record, notes = read_table(folder / "config.json"), list[str]()
     evaluated = read_evaluation(folder, notes)
     if evaluated.doubt:
         notes.append("the model card is without the figures of `stillroom eval`: the student has changed since then")
-    config, versions = _mapping(record, "config"), _mapping(record, "versions")
-    origin = Origin.of(config, local=_mapping(record, "paths").keys(), layers=_layers(folder, loaded))
-    return Source(name, loaded, config, versions, summary, evaluated, origin, (*loaded.notes, *notes))
-
-
-def _layers(folder: Path, student: LoadedModel) -> tuple[int, int] | None:
-    """(layers of the student, layers of its teacher), if the run's log says the latter."""
+    config = _mapping(record, "config")
     of = as_number(section(LoggedRun.load(folder).start, "teacher").get("layers"))
-    return (student.anatomy.num_layers, int(of)) if of else None
+    layers = (num_layers, int(of)) if num_layers and of else None
+    return {
+        "config": config,
+        "versions": _mapping(record, "versions"),
+        "summary": read_table(folder / "summary.json"),
+        "evaluated": evaluated,
+        "origin": Origin.of(config, local=_mapping(record, "paths").keys(), layers=layers),
+        "notes": notes,
+    }
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """A run's record; empty if it is not there or not whole: the model card then says less."""
+def read_table(path: Path) -> dict[str, Any]:
+    """A JSON object; empty if it is not there or not whole: the model card then says less."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import utils as hub_utils
 from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
@@ -861,10 +862,14 @@ def explained(name: str, part: str) -> Iterator[None]:
         yield
 
 
+_BARS: Any = hub_utils
+
+
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Silence both in the body, and restore them after it."""
     level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    of_hub = not _BARS.are_progress_bars_disabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
@@ -872,4 +877,6 @@ def quiet_transformers() -> Iterator[None]:
     finally:
         logging.set_verbosity(level)
         if has_bars:
-            logging.enable_progress_bar()
+            logging.enable_progress_bar()  # also those of the hub's library, which a run on the Hub has disabled
+        if not of_hub:
+            _BARS.disable_progress_bars()

@@ -39,9 +39,10 @@ from stillroom.core.files import (
     write_atomically,
     write_durably,
 )
+from stillroom.core.hub import HubStore, is_repository
 from stillroom.core.locks import RUN_LOCK, Lock, LockHeld, alone, describe_owner, hold_again
 from stillroom.core.machine import main_memory
-from stillroom.core.remote import Known, Owner, Sender, Store, as_url, copies_folder, is_below, key_of, read_commit
+from stillroom.core.remote import Known, Sender, Store, as_url, copies_folder, is_below, key_of, read_commit
 from stillroom.data.objects import write_records
 from stillroom.models.objects import GivenModel
 from stillroom.training.checkpoint import MANIFEST, CheckpointStore
@@ -669,9 +670,9 @@ def opened(out: str | Path) -> Iterator[Place]:
             yield _open[folder]
             return
         try:
-            store = Store(url)
+            store = HubStore(url) if is_repository(url) else Store(url)
             store.entries()  # fail on an unreachable store before anything is loaded
-            owner = Owner(store).take()
+            owner = store.own()
         except (DataError, CannotSave) as error:
             raise ConfigError(error.what, where="--out", advice=error.advice) from error
         ending.callback(owner.release)
@@ -731,7 +732,7 @@ def _bring(store: Store, folder: Path) -> tuple[list[str], dict[str, FileSum | N
         }
         names, state = {*there, *sums}, Known.read(home)
         is_here = (folder / CONFIG).exists()
-        if CONFIG not in names:
+        if not _has_run(store, names):
             store.check_empty(names)
             if is_here and state.sent:
                 raise ConfigError(
@@ -753,6 +754,17 @@ def _bring(store: Store, folder: Path) -> tuple[list[str], dict[str, FileSum | N
         _bring_files(store, folder, names, {*there})
         Known(sent=commit.id if commit is not None else "").write(home)
         return notes, known
+
+
+def _has_run(store: Store, names: set[str]) -> bool:
+    """Whether an address holds a run: a model has a config.json, too. A damaged one is reported when it is read."""
+    if CONFIG not in names:
+        return False
+    try:
+        table = json.loads(store.read(CONFIG) or b"")
+    except (ValueError, RecursionError):
+        return True
+    return isinstance(table, dict) and "config" in table
 
 
 def _bring_files(store: Store, folder: Path, names: set[str], listed: set[str]) -> None:
