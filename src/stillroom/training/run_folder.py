@@ -503,6 +503,8 @@ def find_run(folder: Path, config: Config) -> tuple[bool, Config]:
     given = absolute(config, known, stored)
     if not given.data.day:
         given = given.on_day(stored.data.day)  # the day on which the run began
+    if given.data.chat == "auto":  # a run is continued with the text that it began with
+        given = given.model_copy(update={"data": given.data.model_copy(update={"chat": stored.data.chat})})
     differences = differing_keys(stored, given)
     if differences:
         shown = "; ".join(differences[:5]) + (f"; and {len(differences) - 5} more" if len(differences) > 5 else "")
@@ -558,6 +560,9 @@ def _read(folder: Path, contents: bytes | None = None, trust: Trust = NONE) -> t
             )
         description = json.loads(path.read_bytes() if contents is None else contents)
         trust.check_table(description["config"], str(path))
+        description["config"].setdefault("data", {}).setdefault(
+            "chat", "off"
+        )  # runs that began before the setting was there
         config, known = build(description["config"], str(path)), description.get("paths", {})
         return resolved(config, known, folder), dict(known)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
