@@ -515,11 +515,9 @@ class _Marker:
     def marked(self, number: int, turn: Turn) -> Turn:
         thought = self._stretch(Stretch(number, "", "", is_thought=True), turn.thought, (False, False))
         content = self._content(number, turn.content)
-        calls = [
-            self._call(Stretch(number, "", "", is_final=True, call=place), call)
-            for place, call in enumerate(turn.calls)
-        ]
-        return replace(turn, thought=thought, content=content, calls=tuple(calls))
+        stretch = Stretch(number, "", "", is_final=True)
+        calls = tuple(self._call(replace(stretch, call=place), call) for place, call in enumerate(turn.calls))
+        return replace(turn, thought=thought, content=content, calls=calls)
 
     def _call(self, stretch: Stretch, call: Mapping[str, Any]) -> Mapping[str, Any]:
         """A call with marks in its name and in all texts of its arguments: templates print them in any order."""

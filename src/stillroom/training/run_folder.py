@@ -560,9 +560,8 @@ def _read(folder: Path, contents: bytes | None = None, trust: Trust = NONE) -> t
             )
         description = json.loads(path.read_bytes() if contents is None else contents)
         trust.check_table(description["config"], str(path))
-        description["config"].setdefault("data", {}).setdefault(
-            "chat", "off"
-        )  # runs that began before the setting was there
+        data = description["config"].setdefault("data", {})
+        data.setdefault("chat", "off")  # as runs were before there was a choice
         config, known = build(description["config"], str(path)), description.get("paths", {})
         return resolved(config, known, folder), dict(known)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
