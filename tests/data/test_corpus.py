@@ -239,7 +239,7 @@ def test_long_records_are_dropped_or_split_and_an_answer_ends_only_where_it_does
 
 
 def test_blocks_leave_no_record_out(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    spec = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "z", "completion": "q" * 50}] * 30)
+    spec = write_jsonl(tmp_path / "a.jsonl", [{"prompt": f"z{n}", "completion": "q" * 50} for n in range(30)])
     with refused(ConfigError, "data.on_long"):
         open_data(DataConfig(train=spec, packing="blocks", on_long="drop", max_length=8), tokenizer)
 
