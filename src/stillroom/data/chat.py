@@ -960,11 +960,8 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, *, bos: Bos = "auto", is_raw: 
     """
     is_chat = bool(tokenizer.chat_template) and not is_raw
     text = _question_text(tokenizer, [Turn("user", prompt)], "prompt") if is_chat else prompt
-    options = {"add_special_tokens": False, "split_special_tokens": not is_chat, "verbose": False}
-    ids = tokenizer([text], **options)["input_ids"][0] if text else []
-    opened_ids = opened(list(ids), opening_ids(tokenizer, bos))
-    if opened_ids:
-        return opened_ids, is_chat
+    if ids := _opened_ids(tokenizer, text, bos, is_printed=is_chat):
+        return ids, is_chat
     marks = (getattr(tokenizer, "bos_token_id", None), tokenizer.eos_token_id)
     begin = next((int(mark) for mark in marks if mark is not None), None)
     if begin is None:
@@ -980,9 +977,14 @@ def chat_ids(tokenizer: Tokenizer, turns: Sequence[Turn], *, bos: Bos = "auto") 
     if not tokenizer.chat_template:
         lines = [f"{turn.role}: {turn.content}\n" for turn in turns]
         return prompt_ids(tokenizer, "".join([*lines, "assistant:"]), bos=bos, is_raw=True)[0]
-    text = _question_text(tokenizer, turns, "conversation")
-    options = {"add_special_tokens": False, "split_special_tokens": False, "verbose": False}
-    return opened(list(tokenizer([text], **options)["input_ids"][0]), opening_ids(tokenizer, bos))
+    return _opened_ids(tokenizer, _question_text(tokenizer, turns, "conversation"), bos)
+
+
+def _opened_ids(tokenizer: Tokenizer, text: str, bos: Bos, *, is_printed: bool = True) -> list[int]:
+    """The tokens of a text after the opening of documents. Special tokens are parsed in what a template printed."""
+    options = {"add_special_tokens": False, "split_special_tokens": not is_printed, "verbose": False}
+    ids = tokenizer([text], **options)["input_ids"][0] if text else []
+    return opened(list(ids), opening_ids(tokenizer, bos))
 
 
 _MARK = "stillroom7answer"
@@ -1001,9 +1003,7 @@ def question_opening(tokenizer: Tokenizer, *, bos: Bos = "auto") -> tuple[list[i
             where="write.start",
             advice=["--set write.start=documents begins with texts"],
         )
-    options = {"add_special_tokens": False, "split_special_tokens": False, "verbose": False}
-    ids = opened(list(tokenizer([before], **options)["input_ids"][0]), opening_ids(tokenizer, bos))
-    return ids, _first_special(tokenizer, after) | turn_end_ids(tokenizer)
+    return _opened_ids(tokenizer, before, bos), _first_special(tokenizer, after) | turn_end_ids(tokenizer)
 
 
 def turn_end_ids(tokenizer: Tokenizer) -> set[int]:

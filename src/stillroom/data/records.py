@@ -320,6 +320,8 @@ class Shaper:
         answer = self._answer(name, self._full(value, name))
         if is_blank(answer):
             raise Unusable(f"{name} is empty without its thought")
+        if not self.prints_pairs:
+            self.tally.detail("records of a prompt and an answer are read as they stand (data.chat)")
         if not self.prints_pairs or is_blank(asked) or all(one in value for one in _TOKENS):
             return self._plain(where, asked + joint, answer)
         turns = (Turn("user", asked), Turn("assistant", answer))

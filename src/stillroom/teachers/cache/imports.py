@@ -41,6 +41,7 @@ COLUMNS = (
     ("topk_indices", "topk_logprobs"),
     ("topk_ids", "topk_logprobs"),
     ("token_ids", "logprobs"),
+    ("token_ids", "top_values"),
     ("indices", "logprobs"),
 )
 
