@@ -15,11 +15,12 @@ import tiny
 from refusals import refused
 from transformers import PreTrainedTokenizerFast
 
+from stillroom.config import load_config
 from stillroom.config.schema import DataConfig
 from stillroom.core.errors import ConfigError, DataError
 from stillroom.data.chat import ChatPrinter, TemplateChat, prompt_ids
 from stillroom.data.preview import preview
-from stillroom.data.records import Tally, Turn, Unusable
+from stillroom.data.records import Chat, Tally, Turn, Unusable
 
 _TRL = importlib.util.find_spec("trl")
 assert _TRL is not None and _TRL.origin is not None
@@ -90,10 +91,10 @@ def chat(*turns: str, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": roles[turn[0]], "content": turn[3:]} for turn in turns], **fields}
 
 
-def show(folder: Path, tokenizer: Any, values: list[dict[str, Any]]) -> dict[str, Any]:
+def show(folder: Path, tokenizer: Any, values: list[dict[str, Any]], **settings: Any) -> dict[str, Any]:
     path = folder / "chats.jsonl"
     path.write_text("".join(json.dumps(value) + "\n" for value in values), encoding="utf-8")
-    return preview(DataConfig(train=str(path), max_bad_share=1, max_length=4096), tokenizer, num_rows=0)
+    return preview(DataConfig(train=str(path), max_bad_share=1, max_length=4096, **settings), tokenizer, num_rows=0)
 
 
 def scored_pieces(row: dict[str, Any]) -> list[str]:
@@ -236,7 +237,15 @@ def test_a_thought_given_apart_is_scored_where_it_is_printed_and_else_counted(
 
 PARTS = [{"type": "text", "text": "Ye"}, {"type": "text", "text": "s"}]
 REFUSED = {
-    "has tool_calls": {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]},
+    "a call of tool_calls has no name": {"role": "assistant", "content": None, "tool_calls": [{"function": {}}]},
+    "is of the role user": {"role": "user", "content": "", "tool_calls": [{"function": {"name": "f"}}]},
+    "the arguments of f is text that is not JSON": {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "f", "arguments": "{a"}}],
+    },
+    "the arguments of f are a list": {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]},
+    "has function_call": {"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": "{}"}},
     "a part of type image": {"role": "user", "content": [{"type": "image", "url": "x"}, *PARTS]},
     "type text without its text": {"role": "user", "content": [{"type": "text"}]},
     "content is null": {"role": "user", "content": None},
@@ -256,9 +265,220 @@ def test_what_cannot_be_read_of_a_chat_is_named(why: str, tmp_path: Path, tokeni
         shown(tmp_path, "qwen2_5", tokenizer, value)
 
 
-def test_tools_that_no_template_is_given_are_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    result = shown(tmp_path, "qwen2_5", tokenizer, chat("u: q", "a: x", tools=[{"name": "f"}]))
-    assert result["left_out"] == {"ignored_tools": 1}
+# -- tools -----------------------------------------------------------------------------------------------
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Get it",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "where"}}},
+    },
+}
+ARGUMENTS = {"city": "Paris, No", "days": 2}
+JSON_CALL = '{"name": "weather", "arguments": {"city": "Paris, No", "days": 2}}'
+XML_CALL = (
+    "<tool_call>\n<function=weather>\n<parameter=city>\nParis, No\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
+CALLS = {  # what is scored of a turn that only calls, by template; no entry: it prints no calls
+    "deepseekv3": (
+        f"<{BAR}tool\u2581calls\u2581begin{BAR}><{BAR}tool\u2581call\u2581begin{BAR}>function<{BAR}tool\u2581sep{BAR}>weather\n"
+        f'```json\n{{"city": "Paris, No", "days": 2}}\n```<{BAR}tool\u2581call\u2581end{BAR}>'
+        f"<{BAR}tool\u2581calls\u2581end{BAR}><{BAR}end\u2581of\u2581sentence{BAR}>"
+    ),
+    "gemma4_v2": '<|tool_call>call:weather{city:<|"|>Paris, No<|"|>,days:2}<tool_call|><turn|>',
+    "glm4moe": (
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris, No</arg_value>\n<arg_key>days</arg_key>\n"
+        "<arg_value>2</arg_value>\n</tool_call>"
+    ),
+    "gptoss": ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Paris, No", "days": 2}<|call|>',
+    "lfm2_v2": "<|tool_call_start|>[weather(city='Paris, No', days=2)]<|tool_call_end|><|im_end|>",
+    "llama3_2": '{"name": "weather", "parameters": {"city": "Paris, No", "days": 2}}<|eot_id|>',
+    "nemotron_3_nano": f"\n{XML_CALL}\n<|im_end|>",
+    "qwen2_5": f"<tool_call>\n{JSON_CALL}\n</tool_call><|im_end|>",
+    "qwen3": f"<tool_call>\n{JSON_CALL}\n</tool_call><|im_end|>",
+    "qwen3_5_think": f"{XML_CALL}<|im_end|>",
+    "qwen3_instruct_2507_training": f"<tool_call>\n{JSON_CALL}\n</tool_call><|im_end|>",
+}
+
+
+def tool_chat(*, as_text: bool = False, **fields: Any) -> dict[str, Any]:
+    """A question, a call, its result and an answer. `as_text`: as OpenAI and Parquet files have them."""
+    call = {"type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
+    if as_text:
+        call["function"]["arguments"] = json.dumps(ARGUMENTS)  # type: ignore[index]
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "Weather in Paris, No?"},
+        {"role": "assistant", "content": None if as_text else "", "tool_calls": [call], **fields},
+        {"role": "tool", "name": "weather", "content": "SUNNY"},
+        {"role": "assistant", "content": "No rain."},
+    ]
+    return {"messages": turns, "tools": json.dumps([WEATHER]) if as_text else [WEATHER]}
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_is_scored_as_it_is_printed_and_its_result_is_not(
+    name: str, as_text: bool, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    result = shown(tmp_path, name, tokenizer, tool_chat(as_text=as_text))
+    pieces = result["rows"][0]["pieces"]
+    assert scored_pieces(result["rows"][0]) == [CALLS[name], f"No rain.{end_mark(name, is_last=True)}"]
+    assert "SUNNY" in "".join(text for text, is_scored in pieces if not is_scored)
+    assert result["left_out"] == ({"ignored_tools": 1} if name == "deepseekv3" else {})
+    if name != "deepseekv3":
+        assert "Get it" in "".join(text for text, is_scored in pieces if not is_scored)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_no_template_makes_a_result_a_target(name: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = TEMPLATES[name].read_text(encoding="utf-8")
+    values = [tool_chat(), tool_chat(content="Let me see.", reasoning_content="hm")]
+    try:
+        rows = show(tmp_path, tokenizer, values)["rows"]
+    except DataError:  # no calls at all, or only user and assistant in turn
+        return
+    for row in rows:
+        assert "SUNNY" not in "".join(text for text, is_scored in row["pieces"] if is_scored)
+        assert any("No rain." in text for text, is_scored in row["pieces"] if is_scored)
+
+
+def test_a_thought_and_a_text_before_a_call_are_scored_with_it(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    value = tool_chat(content="Let me see.", reasoning_content="hm")
+    first, _ = scored_pieces(shown(tmp_path, "qwen3", tokenizer, value)["rows"][0])
+    assert first == f"<think>\nhm\n</think>\n\nLet me see.\n{CALLS['qwen3']}"
+
+
+def test_a_call_that_the_template_does_not_print_makes_its_turn_unscored(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    tokenizer.chat_template = body("{{ m.content }}")
+    result = show(tmp_path, tokenizer, [tool_chat(content="Let me see.")])
+    assert scored_pieces(result["rows"][0]) == ["No rain.</>"]
+    assert result["left_out"] == {"ignored_tools": 1, "unscored_turns": 1}
+
+
+def test_nulls_that_arrow_puts_into_tools_are_left_out_and_counted(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    value = tool_chat()
+    plain = shown(tmp_path, "qwen3", tokenizer, value)["rows"][0]["pieces"]
+    value["messages"][1]["tool_calls"][0]["function"]["arguments"] = {**ARGUMENTS, "zip": None}
+    value["tools"] = [{**WEATHER, "strict": None}]
+    result = shown(tmp_path, "qwen3", tokenizer, value)
+    assert result["rows"][0]["pieces"] == plain and result["left_out"] == {"dropped_nulls": 2}
+
+
+def test_results_of_tools_are_refused_where_the_prompt_is_scored(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    with pytest.raises(DataError, match="results of tools"):
+        show(tmp_path, tokenizer, [tool_chat()], train_on_prompt=True)
+
+
+def test_tools_change_the_key_of_a_chat() -> None:
+    turns = (Turn("user", "q"), Turn("assistant", "x"))
+    called = (turns[0], Turn("assistant", "x", calls=({"type": "function", "function": {"name": "f"}},)))
+    given = (turns[0], Turn("assistant", "x", is_given=True))
+    keys = {Chat(turns).key, Chat(turns, (WEATHER,)).key, Chat(called).key, Chat(given).key}
+    assert len(keys) == 4
+
+
+# -- prompts with answers --------------------------------------------------------------------------------
+
+PAIRS = [
+    {"prompt": "Is 4 prime?", "completion": "No"},
+    {"question": "Is 4 prime?", "answer": "No"},
+    {"instruction": "Is 4 prime?", "output": "No"},
+    {"prompt": [{"role": "user", "content": "Is 4 prime?"}], "completion": [{"role": "assistant", "content": "No"}]},
+]
+
+
+@pytest.mark.parametrize("value", PAIRS)
+def test_a_prompt_with_its_answer_is_the_chat_of_both(
+    value: dict[str, Any], tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    (wanted,) = shown(tmp_path, "qwen3", tokenizer, chat("u: Is 4 prime?", "a: No"))["rows"]
+    for setting in ("auto", "on"):
+        result = show(tmp_path, tokenizer, [value], chat=setting)
+        assert result["rows"][0]["pieces"] == wanted["pieces"]
+        is_told = any("printed with the chat template" in note for note in result["notes"])
+        assert is_told != isinstance(value.get("prompt"), list)
+
+
+@pytest.mark.parametrize("name", ["cohere", "gemma3", "llama3_2", "phi3_5", "qwen2_5", "qwen3", "gptoss"])
+def test_what_is_trained_before_an_answer_is_what_generation_asks(
+    name: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    (row,) = shown(tmp_path, name, tokenizer, PAIRS[0])["rows"]
+    before = "".join(text for text, is_scored in row["pieces"][: [flag for _, flag in row["pieces"]].index(True)])
+    asked = tokenizer.decode(prompt_ids(tokenizer, "Is 4 prime?", bos=False)[0], skip_special_tokens=False)
+    assert before.startswith(asked)  # a template may add an empty thought or the name of a channel
+
+
+def test_pairs_are_as_they_stand_where_chat_is_off_or_there_is_no_template(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    raw = [["Is 4 prime?\n", False], [f"No{EOS}", True]]
+    tokenizer.chat_template = TEMPLATES["qwen3"].read_text(encoding="utf-8")
+    off = show(tmp_path, tokenizer, [PAIRS[1]], chat="off")
+    tokenizer.chat_template = None
+    none = show(tmp_path, tokenizer, [PAIRS[1]])
+    assert [list(map(list, one["rows"][0]["pieces"])) for one in (off, none)] == [raw, raw]
+    with refused(ConfigError, "data.chat"):
+        show(tmp_path, tokenizer, [PAIRS[1]], chat="on")
+
+
+def test_pairs_that_hold_marks_of_the_template_are_not_printed_twice(tmp_path: Path) -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = TEMPLATES["qwen3"].read_text(encoding="utf-8")
+    value = {"prompt": "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n", "completion": "x"}
+    result = show(tmp_path, tokenizer, [value])
+    assert "".join(text for text, _ in result["rows"][0]["pieces"]).startswith(value["prompt"] + "x")
+    assert result["left_out"] == {"pairs_with_marks": 1}
+    assert show(tmp_path, tokenizer, [value], chat="on")["left_out"] == {}
+
+
+def test_answers_that_belong_to_a_prompt_are_not_scored(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    before, (answer,) = chat(*TRAP[:3])["messages"], chat(TRAP[3])["messages"]
+    result = shown(tmp_path, "qwen3", tokenizer, {"prompt": before, "completion": [answer]})
+    assert scored_pieces(result["rows"][0]) == ["Yes<|im_end|>"]
+    (all_,) = shown(tmp_path, "qwen3", tokenizer, chat(*TRAP))["rows"]
+    texts = ["".join(text for text, _ in row["pieces"]) for row in (result["rows"][0], all_)]
+    assert texts[0] == texts[1]
+
+
+# -- thoughts that are dropped ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "gptoss", "nemotron_3_nano", "llama3"])
+def test_dropped_thoughts_leave_the_chat_without_them(
+    name: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    (plain,) = shown(tmp_path, name, tokenizer, chat("u: foo?", "a: Yes"))["rows"]
+    inside, apart = chat("u: foo?", f"a: {THOUGHT}"), chat("u: foo?", "a: Yes")
+    apart["messages"][1]["reasoning_content"] = "foo"
+    pair = {"prompt": "foo?", "completion": THOUGHT}
+    result = show(tmp_path, tokenizer, [inside, apart, pair], thoughts="drop")
+    assert [row["pieces"] for row in result["rows"]] == [plain["pieces"]] * 3
+    assert result["left_out"] == {"dropped_thoughts": 3}
+
+
+def test_a_thought_without_its_beginning_is_not_guessed(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(DataError, match="does not begin with <think>"):
+        show(tmp_path, tokenizer, [chat("u: foo?", "a: foo</think>Yes")], thoughts="drop")
+
+
+def test_a_weight_of_thoughts_is_refused_by_name() -> None:
+    with refused(ConfigError, "", "data.thoughts", "keep", "drop"):
+        load_config(overrides={"data.thoughts": 0.5})
+
+
+# -- turns -----------------------------------------------------------------------------------------------
 
 
 def test_a_turn_that_the_template_does_not_print_is_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -365,12 +585,12 @@ def test_a_template_that_fails_or_runs_away_refuses_its_chats_with_the_reason(
 def test_a_template_that_runs_away_ends_the_reading_after_a_few_chats(tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.chat_template = SAID + "{{ 'a' * 10 ** 10 }}"
     write = TemplateChat(tokenizer, Tally())
-    turns = (Turn("user", "q"), Turn("assistant", "x"))
+    said = Chat((Turn("user", "q"), Turn("assistant", "x")))
     for _ in range(2):
         with pytest.raises(Unusable):
-            write(turns)
+            write(said)
     with pytest.raises(DataError, match="3 chats in a row"):
-        write(turns)
+        write(said)
 
 
 @pytest.mark.parametrize("harm", ["{{ 1 / 0 }}", "{{ 'a' * 10 ** 10 }}"])

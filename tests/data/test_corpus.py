@@ -15,12 +15,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from stillroom import builtin as stdlib
 from stillroom.config.schema import DataConfig
-from stillroom.core.errors import StillroomError
+from stillroom.core.errors import ConfigError, StillroomError
 from stillroom.core.types import IGNORED, Batch
 from stillroom.data import Encoder, Loader, Record, Rows, Tally, fixed_batches, open_data, open_eval, pack
 from stillroom.data.records import content_key
@@ -212,6 +213,35 @@ def test_a_record_longer_than_its_row_is_cut_and_counted(tokenizer: PreTrainedTo
     assert tally.counters["truncated_records"] == 1
     assert tally.counters["truncated_tokens"] == tally.counters["truncated_targets"] == len(encoded.ids) - 17
     assert rows.num_tokens == 17
+
+
+@pytest.mark.parametrize("packing", ["rows", "packed"])
+def test_long_records_are_dropped_or_split_and_an_answer_ends_only_where_it_does(
+    packing: Any, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    records = [
+        Record("long", (("z" * 5, False), ("q" * 50, True)), ""),
+        Record("short", (("z", False), ("q" * 5, True)), ""),
+        document("a" * 30),
+    ]
+    encoded, tally = Encoder(tokenizer, Tally())(records), Tally()
+    rows = pack(encoded, packing, 10, tally, on_long="drop")
+    assert tally.counters["dropped_records"] == 1 and not tally.counters["truncated_records"]
+    assert rows.num_tokens == len(encoded.ids) - int(encoded.bounds[1]) and rows.num_documents == 2
+    tally = Tally()
+    rows = pack(encoded, packing, 10, tally, on_long="split")
+    targets = Counter(int(t) for batch in fixed_batches(rows, 3) for row in batch.targets for t in row if t != IGNORED)
+    is_target = encoded.is_scored[:].copy()
+    is_target[encoded.bounds[:-1]] = False
+    assert targets == Counter(encoded.ids[:][is_target].tolist())
+    assert targets[tokenizer.eos_token_id] == 3 and not +tally.counters
+    assert [name for name, _, _ in rows.prompts(4) if not name.startswith("doc")] == ["long", "short"]
+
+
+def test_blocks_leave_no_record_out(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    spec = write_jsonl(tmp_path / "a.jsonl", [{"prompt": f"z{n}", "completion": "q" * 50} for n in range(30)])
+    with refused(ConfigError, "data.on_long"):
+        open_data(DataConfig(train=spec, packing="blocks", on_long="drop", max_length=8), tokenizer)
 
 
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=8), max_length=st.integers(8, 40))

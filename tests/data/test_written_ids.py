@@ -10,6 +10,7 @@ import tiny
 from refusals import refused
 from trl_templates import template
 
+from stillroom.config.schema import DataConfig
 from stillroom.core.errors import DataError
 from stillroom.data.chat import chat_ids, chat_writer
 from stillroom.data.records import Shaper, Tally, Turn
@@ -18,7 +19,9 @@ from stillroom.data.tokenize import Encoder, TokenizedRecord, vocabulary_hash
 
 def encoded(value: dict[str, Any], tokenizer: Any, **options: Any) -> tuple[TokenizedRecord, Tally]:
     tally = Tally()
-    records = list(Shaper(chat_writer(tokenizer, tally), tally, **options).records([("a.jsonl:1", value)]))
+    records = list(
+        Shaper(chat_writer(tokenizer, tally, DataConfig()), tally, **options).records([("a.jsonl:1", value)])
+    )
     assert not tally.bad, tally.bad
     (found,) = Encoder(tokenizer, tally).tokenized(records)
     return found, tally
@@ -102,7 +105,7 @@ def test_an_id_outside_the_vocabulary_is_refused() -> None:
 def test_ids_that_are_no_list_of_ids_make_a_bad_record(bad: dict[str, Any]) -> None:
     tokenizer, tally = tiny.tokenizer(), Tally()
     value = row(tokenizer, "the still", " room", has_end=True, **bad)
-    assert not list(Shaper(chat_writer(tokenizer, tally), tally).records([("a.jsonl:1", value)]))
+    assert not list(Shaper(chat_writer(tokenizer, tally, DataConfig()), tally).records([("a.jsonl:1", value)]))
     assert tally.counters["bad_records"] == 1
 
 

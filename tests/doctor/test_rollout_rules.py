@@ -135,6 +135,37 @@ def test_a_teacher_that_does_not_end_answers_is_red(pair: Path) -> None:
     assert [(one.cause, one.level) for one in found] == [("teacher_does_not_end", "red")]
 
 
+# -- the same without rollouts -------------------------------------------------------------------------------
+
+
+def plain_setup(folder: Path, **over: Any) -> Setup:
+    config = load_config(overrides=tiny.settings(folder) | over)
+    return Setup(MACHINE, config, device=torch.device("cpu"))
+
+
+def test_a_base_student_under_an_instruct_teacher_is_named_in_every_run_with_answers(pair: Path) -> None:
+    assert list(end_marks(plain_setup(pair))) == []
+    begun.byte_tokenizer().save_pretrained(pair / "student")
+    (pair / "student" / "chat_template.jinja").unlink(missing_ok=True)
+    found = list(end_marks(plain_setup(pair)))
+    assert ("templates_differ", "amber") in [(one.cause, one.level) for one in found]
+    assert "none" in next(one.evidence for one in found if one.cause == "templates_differ")
+    (pair / "train.jsonl").write_text("\n".join(json.dumps({"text": f"room {number}"}) for number in range(40)))
+    assert list(end_marks(plain_setup(pair))) == [], "plain text has no answers"
+
+
+def test_a_teacher_that_does_not_end_answers_is_amber_without_rollouts(pair: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(pair / "teacher")
+    with torch.no_grad():
+        model.lm_head.weight[2] = -50 * model.lm_head.weight.mean(0)
+        model.lm_head.weight.mul_(200)
+    model.save_pretrained(pair / "teacher")
+    found = list(teacher_ends(plain_setup(pair)))
+    assert [(one.cause, one.level) for one in found] == [("teacher_does_not_end", "amber")]
+
+
 # -- plan ----------------------------------------------------------------------------------------------------
 
 

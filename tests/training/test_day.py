@@ -137,6 +137,6 @@ def test_the_token_store_keeps_days_apart(dated_world: Path, tmp_path: Path) -> 
 def test_a_day_is_printed_alike_at_every_hour(dated_world: Path) -> None:
     words = tiny.tokenizer()
     words.chat_template = TEMPLATE
-    turns = chat.Turn("user", "a"), chat.Turn("assistant", "b")
-    printed = chat.TemplateChat(words, chat.Tally(), "2026-03-01")(turns)
+    said = chat.Chat((chat.Turn("user", "a"), chat.Turn("assistant", "b")))
+    printed = chat.TemplateChat(words, chat.Tally(), "2026-03-01")(said)
     assert "".join(text for text, _ in printed[0]).startswith("01 Mar 2026 00:00\n")

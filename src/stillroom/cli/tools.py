@@ -404,7 +404,7 @@ def write_cache(
         Path | None, typer.Option("--import", metavar="FILE", help="read log-probs that another program wrote")
     ] = None,
     format_: Annotated[
-        str, typer.Option("--format", metavar="NAME", help="format of --import: vllm, openai or distillkit")
+        str, typer.Option("--format", metavar="NAME", help="format of --import: vllm, openai, distillkit or axolotl")
     ] = "vllm",
     temperature: Annotated[
         list[float] | None,

@@ -701,8 +701,8 @@ class Layout(Section):
     @field_validator("columns")
     @classmethod
     def _are_a_shape(cls, columns: dict[str, str]) -> dict[str, str]:
-        if columns and not any(set(columns) == set(shape) for shape in SHAPES):
-            known = " or ".join(", ".join(shape) for shape in SHAPES)
+        if columns and not any(set(columns) - {"tools"} == set(shape) for shape in SHAPES):
+            known = " or ".join(", ".join(shape) for shape in SHAPES) + ", and tools"
             raise ValueError(f"names the fields {', '.join(columns)}; a record is made of {known}")
         if any(not column for column in columns.values()):
             raise ValueError("a column has an empty name")
@@ -736,7 +736,7 @@ class Layout(Section):
 
     @property
     def needed_columns(self) -> tuple[str, ...]:
-        """The columns that must be there. An `input` may be missing from some records."""
+        """The columns that must be there. `input` and `tools` may be missing from some records."""
         if self.template:
             return tuple(dict.fromkeys(name for _, name in self.pieces if name))
         return tuple(self.columns.values())
@@ -821,6 +821,21 @@ class DataConfig(Layout):
         description="the day that a chat template prints, where it prints one, as 2026-01-31; empty: the day on which "
         "the run begins, which the run keeps",
     )
+    chat: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="print records of a prompt and an answer with the student's chat template, as `generate` asks; "
+        "auto: where its tokenizer has one; off: as they stand. Texts and data.template are never printed with it",
+    )
+    thoughts: Literal["keep", "drop"] = Field(
+        "keep",
+        description="reasoning of answers, in a field of the message or between <think> and </think> at their "
+        "beginning. keep: learned as the chat template prints it; drop: left out of the text",
+    )
+    on_long: Literal["cut", "drop", "split"] = Field(
+        "cut",
+        description="records with a prompt that are longer than max_length. cut: the first row is kept; drop: they are "
+        "left out; split: consecutive rows, as of plain text, which is always split",
+    )
     train_on_prompt: bool = Field(False, description="score the prompt's tokens too")
     min_coverage: Annotated[float, Field(ge=0, le=1)] = Field(
         0.5,
@@ -841,6 +856,13 @@ class DataConfig(Layout):
                 date.fromisoformat(value)
             except ValueError:
                 raise ValueError(f"{value!r} is not a date: write it as 2026-01-31") from None
+        return value
+
+    @field_validator("thoughts", mode="before")
+    @classmethod
+    def _is_no_weight(cls, value: Any) -> Any:
+        if isinstance(value, int | float):
+            raise ValueError(f"{value}: thoughts have no weight, because targets have none: 'keep' or 'drop'")
         return value
 
     @field_validator("train", mode="before")

@@ -4,6 +4,8 @@ The segments joined are exactly the template's print. Scored: what it prints of 
 answer's turn. Not scored: what the template adds (headers, an empty thought, the line break after the end mark).
 
 - Answers are found by marks in a second print, never by their words.
+- A call of a tool is part of its answer, from the end of what the template prints to open one. Results of tools, and
+  answers that belong to a prompt, are not scored.
 - A thought, in a separate field or inside the content, is part of the answer, with the tags around it. What the
   template leaves out of an answer (thoughts of earlier turns) is counted.
 - The end mark is what the template prints between an answer and the opening of an answer that directly follows it,
@@ -16,12 +18,14 @@ answer's turn. Not scored: what the template adds (headers, an empty thought, th
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date, datetime
+from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from jinja2 import TemplateError, nodes
@@ -31,8 +35,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 from transformers.utils import chat_template_utils
 
+from stillroom.config.schema import DataConfig
 from stillroom.core.errors import ConfigError, DataError
-from stillroom.data.records import Segments, Tally, Turn, Unusable, is_blank
+from stillroom.data.records import Chat, Segments, Tally, Turn, Unusable, is_blank
 from stillroom.data.tokenize import Bos, Tokenizer, opened, opening_ids
 
 # -- running a template ------------------------------------------------------------------------------------
@@ -292,6 +297,7 @@ class ChatPrinter:
     source: str
     variables: Mapping[str, str]
     now: datetime = field(default_factory=datetime.now)  # the same for all prints, so that they can be compared
+    tools: tuple[Mapping[str, Any], ...] = ()  # definitions that all prints are given
 
     @property
     def has_generation_marks(self) -> bool:
@@ -308,11 +314,11 @@ class ChatPrinter:
         try:
             environment, template = _compiled(self.source)
             environment.now = self.now
-            environment.budget = Budget(printed_size(list(messages)))
+            environment.budget = Budget(printed_size([*messages, *self.tools]))
             environment.generation_marks = generation_marks
             pieces = template.generate(
                 messages=list(messages),
-                tools=None,
+                tools=list(self.tools) or None,
                 documents=None,
                 add_generation_prompt=opens_answer,
                 **self.variables,
@@ -362,6 +368,7 @@ class Stretch:
     closes: str
     is_thought: bool = False
     is_final: bool = False  # only tags and white space follow it in the content
+    call: int = -1  # the call of a tool that it is a text of, if any
     lead: str = ""  # the tags before it, if the content begins with them
 
 
@@ -382,7 +389,7 @@ class Aligned:
     stretches: tuple[Stretch, ...]
     marks: frozenset[str]
     marks_everyone: bool
-    is_in_parts: bool  # contents were passed to the template as lists of parts
+    form: Form  # in which the messages were given to the template
     generated: tuple[Span, ...] | None  # what the template itself marks as generated
 
     def of_turn(self, turn: int) -> list[Place]:
@@ -401,22 +408,38 @@ class Aligned:
         return min((place.start for place in self.places if place.start >= end), default=len(self.whole))
 
 
-def messages_of(turns: Sequence[Turn], *, in_parts: bool) -> list[dict[str, object]]:
+class Form(NamedTuple):
+    """What templates differ in: contents as lists of parts, arguments of calls as objects or as JSON in a text."""
+
+    in_parts: bool = False
+    has_json: bool = False
+
+
+def messages_of(turns: Sequence[Turn], form: Form) -> list[dict[str, object]]:
     """Turns as the messages a template takes. A thought is passed under both names in use."""
     messages: list[dict[str, object]] = []
     for turn in turns:
-        content: object = [{"type": "text", "text": turn.content}] if in_parts else turn.content
+        content: object = [{"type": "text", "text": turn.content}] if form.in_parts else turn.content
         thought = {"reasoning_content": turn.thought, "thinking": turn.thought} if turn.thought else {}
-        messages.append({"role": turn.role, "content": content, **thought})
+        calls = {"tool_calls": [_given_call(call, form) for call in turn.calls]} if turn.calls else {}
+        messages.append({"role": turn.role, "content": content, **thought, **calls, **turn.names})
     return messages
 
 
-def align(printer: ChatPrinter, turns: Sequence[Turn], whole: str, *, in_parts: bool) -> Iterator[Aligned]:
+def _given_call(call: Mapping[str, Any], form: Form) -> Mapping[str, Any]:
+    if not form.has_json:
+        return call
+    function = call["function"]
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def align(printer: ChatPrinter, turns: Sequence[Turn], whole: str, form: Form) -> Iterator[Aligned]:
     """Yield each way to mark the turns that leaves the printed chat unchanged, the most exact first."""
     tags = set(_TAG.findall(printer.source))
     tried: list[tuple[Turn, ...]] = []
     for marks_everyone, left, right in product((True, False), (True, False), (True, False)):
-        marks = _free_marks([printer.source, whole, *(turn.content + turn.thought for turn in turns)])
+        marks = _free_marks([printer.source, whole, *map(_text_of, turns)])
         generation = (next(marks, ""), next(marks, ""))
         writer = _Marker(tags, marks, is_outer=(left, right))
         marked = tuple(
@@ -426,7 +449,7 @@ def align(printer: ChatPrinter, turns: Sequence[Turn], whole: str, *, in_parts: 
         if marked in tried:
             continue
         tried.append(marked)
-        printed = printer.try_print(messages_of(marked, in_parts=in_parts), generation_marks=generation)
+        printed = printer.try_print(messages_of(marked, form), generation_marks=generation)
         if printed is None:
             continue
         used = frozenset(generation) | {m for stretch in writer.stretches for m in (stretch.opens, stretch.closes)}
@@ -439,16 +462,16 @@ def align(printer: ChatPrinter, turns: Sequence[Turn], whole: str, *, in_parts: 
                 tuple(writer.stretches),
                 used,
                 marks_everyone,
-                in_parts,
+                form,
                 _generated(positions, generation) if printer.has_generation_marks else None,
             )
 
 
 def _generation_spans(printer: ChatPrinter, turns: Sequence[Turn]) -> tuple[Span, ...]:
     """Find the spans that the template marks with `{% generation %}`; none if it marks none."""
-    marks = _free_marks([printer.source, *(turn.content + turn.thought for turn in turns)])
+    marks = _free_marks([printer.source, *map(_text_of, turns)])
     generation = (next(marks), next(marks))
-    printed = printer.try_print(messages_of(turns, in_parts=False), generation_marks=generation)
+    printed = printer.try_print(messages_of(turns, Form()), generation_marks=generation)
     return () if printed is None else _generated(_without_marks(printed, frozenset(generation))[1], generation)
 
 
@@ -476,6 +499,10 @@ def _free_marks(texts: Iterable[str]) -> Iterator[str]:
     return (chr(code) for code in range(_FIRST_MARK, _LAST_MARK) if chr(code) not in taken)
 
 
+def _text_of(turn: Turn) -> str:
+    return turn.content + turn.thought + (json.dumps(turn.calls, ensure_ascii=False) if turn.calls else "")
+
+
 class _Marker:
     """Put marks into turns. `is_outer`: whether white space at the (left, right) end of a content is inside them."""
 
@@ -487,7 +514,24 @@ class _Marker:
 
     def marked(self, number: int, turn: Turn) -> Turn:
         thought = self._stretch(Stretch(number, "", "", is_thought=True), turn.thought, (False, False))
-        return replace(turn, thought=thought, content=self._content(number, turn.content))
+        content = self._content(number, turn.content)
+        stretch = Stretch(number, "", "", is_final=True)
+        calls = tuple(self._call(replace(stretch, call=place), call) for place, call in enumerate(turn.calls))
+        return replace(turn, thought=thought, content=content, calls=calls)
+
+    def _call(self, stretch: Stretch, call: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A call with marks in its name and in all texts of its arguments: templates print them in any order."""
+        return {**call, "function": {name: self._leaves(stretch, value) for name, value in call["function"].items()}}
+
+    def _leaves(self, stretch: Stretch, value: Any) -> Any:
+        match value:
+            case str():
+                return self._stretch(stretch, value, (False, False))
+            case Mapping():
+                return {name: self._leaves(stretch, inner) for name, inner in value.items()}
+            case list():
+                return [self._leaves(stretch, inner) for inner in value]
+        return value
 
     def _content(self, number: int, content: str) -> str:
         parts = self._parts(content)
@@ -565,7 +609,8 @@ class TemplateChat:
     tokenizer: Tokenizer
     tally: Tally
     day: str = ""  # that the template prints; empty: today
-    _usual_marks: dict[bool, str] = field(default_factory=dict)  # end mark of a plain answer, by `in_parts`
+    prints_marks: bool = True  # False: a pair that holds marks of the template already stays as it stands
+    _usual_marks: dict[Form, str] = field(default_factory=dict)  # end mark of a plain answer
     _is_compared: bool = False
     _runaways: int = 0
     _printer: ChatPrinter = field(init=False)
@@ -578,41 +623,63 @@ class TemplateChat:
             self.tally.note(f"the chat template prints the day: it is {day} in all records (data.day)")
         self._wants_parts = _wants_parts(self._printer)
 
-    def __call__(self, turns: tuple[Turn, ...]) -> tuple[Segments, bool]:
+    def __call__(self, chat: Chat) -> tuple[Segments, bool]:
+        if chat.pair is not None:
+            if not self.prints_marks and any(mark in text for mark in self._own_marks for text in chat.pair):
+                self.tally.counters["pairs_with_marks"] += 1
+                return _joined([(chat.pair[0], False), (chat.pair[1], True)]), False
+            self.tally.note("records of a prompt and an answer are printed with the chat template (data.chat)")
+        turns = chat.turns
+        self.tally.counters["ignored_tools"] += bool(chat.tools) and "tools" not in self._printer.source
         try:
-            whole, aligned = self._aligned(turns)
+            whole, aligned = self._aligned(chat)
         except Unusable as error:
             self._count_runaway(error)
             raise
         self._runaways = 0
         if aligned is None:
             spans = list(_generation_spans(self._printer, turns))
-            if not spans:
+            if not spans or any(turn.is_given for turn in turns):
                 raise Unusable("the chat template prints the answers so that they cannot be found again")
             return _cut(whole, spans), True
         others = {stretch.turn for stretch in aligned.stretches if turns[stretch.turn].role != "assistant"}
         self.tally.counters["unprinted_turns"] += len(others - aligned.printed_turns)
         spans = []
         for number, turn in enumerate(turns):
-            if turn.role == "assistant" and not turn.is_empty_answer:
+            if turn.role == "assistant" and not turn.is_given and not turn.is_empty_answer:
                 spans += self._answer(number, aligned)
         return _cut(whole, sorted(spans)), True
 
-    def contents(self, turns: tuple[Turn, ...]) -> list[tuple[tuple[int, bool], Span]]:
+    def contents(self, chat: Chat) -> list[tuple[tuple[int, bool], Span]]:
         """Where the contents (False) and thoughts (True) of the turns stand in the print, in reading order."""
-        _, aligned = self._aligned(turns)
+        _, aligned = self._aligned(chat)
         places = () if aligned is None else aligned.places
-        return [((place.stretch.turn, place.stretch.is_thought), (place.start, place.end)) for place in places]
+        return [
+            ((place.stretch.turn, place.stretch.is_thought), (place.start, place.end))
+            for place in places
+            if place.stretch.call < 0
+        ]
+
+    @cached_property
+    def _own_marks(self) -> list[str]:
+        """The special tokens that the template prints around turns."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
+        return [str(token) for token in added if token.special and str(token) in self._printer.source]
 
     # -- printing ------------------------------------------------------------------------------------------
 
-    def _aligned(self, turns: Sequence[Turn]) -> tuple[str, Aligned | None]:
-        """The print and its best alignment. Try contents as text and as parts; take what aligns most turns."""
-        filled = {number for number, turn in enumerate(turns) if not is_blank(turn.content + turn.thought)}
+    def _aligned(self, chat: Chat) -> tuple[str, Aligned | None]:
+        """The print and its best alignment. Try the forms of messages; take the one that aligns most turns."""
+        turns = chat.turns
+        if chat.tools != self._printer.tools:
+            self._printer = replace(self._printer, tools=chat.tools)
+        has_calls = any(turn.calls for turn in turns)
+        filled = {number for number, turn in enumerate(turns) if not is_blank(_text_of(turn))}
         prints: list[tuple[int, str, Aligned | None]] = []
         refusal: Unusable | None = None
-        for in_parts in (self._wants_parts, not self._wants_parts):
-            messages = messages_of(turns, in_parts=in_parts)
+        parts = (self._wants_parts, not self._wants_parts)
+        for form in (Form(in_parts, has_json) for in_parts in parts for has_json in (False, True)[: 1 + has_calls]):
+            messages = messages_of(turns, form)
             try:
                 whole = self._printer(messages)
             except Unusable as error:
@@ -621,7 +688,7 @@ class TemplateChat:
                 refusal = refusal or error
                 continue
             self._compare(messages, whole)
-            alignments = self._best_first(turns, whole, in_parts)
+            alignments = self._best_first(turns, whole, form)
             best = alignments[0] if alignments else None
             num_printed = len(best.printed_turns) if best else 0
             prints.append((num_printed, whole, best))
@@ -633,9 +700,9 @@ class TemplateChat:
         _, whole, best = max(prints, key=lambda one: one[0])  # of equals the first
         return whole, best
 
-    def _best_first(self, turns: Sequence[Turn], whole: str, in_parts: bool) -> list[Aligned]:
+    def _best_first(self, turns: Sequence[Turn], whole: str, form: Form) -> list[Aligned]:
         alignments: list[Aligned] = []
-        for aligned in align(self._printer, turns, whole, in_parts=in_parts):
+        for aligned in align(self._printer, turns, whole, form):
             alignments.append(aligned)
             if len(aligned.places) == len(aligned.stretches):
                 break
@@ -647,7 +714,8 @@ class TemplateChat:
             return
         self._is_compared = True
         try:
-            own = str(self.tokenizer.apply_chat_template(messages, tokenize=False))
+            tools = list(self._printer.tools) or None
+            own = str(self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False))
         except (TemplateError, TypeError, ValueError) as error:
             own = f"an error: {error}"
         if own != whole:
@@ -670,19 +738,25 @@ class TemplateChat:
 
     def _answer(self, number: int, aligned: Aligned) -> list[Span]:
         """The scored spans of one answer: its text with the end mark, and an end-of-text token that ends the print."""
-        places = aligned.of_turn(number)
-        if not places or not places[-1].stretch.is_final or not self._is_whole(places, aligned):
+        places, start = aligned.of_turn(number), None
+        own = [stretch for stretch in aligned.stretches if stretch.turn == number]
+        has_calls = {stretch.call for stretch in own} == {place.stretch.call for place in places}
+        if places and has_calls and places[-1].stretch.is_final and self._is_whole(places, aligned):
+            start = self._start(number, aligned)
+        if start is None:
             self.tally.counters["unscored_turns"] += 1
             return []
-        start, end = self._start(number, aligned), places[-1].end
+        end = places[-1].end
         if aligned.generated is not None and not any(first < end and start < last for first, last in aligned.generated):
             self.tally.counters["turns_not_marked_generated"] += 1
             return []
-        dropped = [stretch for stretch in aligned.stretches if stretch.turn == number]
-        self.tally.counters["unprinted_thoughts"] += len(dropped) > len(places)
+        is_printed = {place.stretch for place in places}
+        self.tally.counters["unprinted_thoughts"] += any(one.call < 0 and one not in is_printed for one in own)
         rest = aligned.whole[end : aligned.after(end)]
         is_last = aligned.after(end) == len(aligned.whole)
-        mark = self._end_mark(number, aligned, rest, is_last=is_last)
+        mark = self._end_mark(number, aligned, places[-1].stretch, rest, is_last=is_last)
+        if mark is None:
+            return []
         spans = [(start, end + len(mark))]
         eos = str(self.tokenizer.eos_token or "")
         if is_last and eos and rest[len(mark) :].strip() == eos:
@@ -695,55 +769,69 @@ class TemplateChat:
         inside = [place for place in aligned.places if start <= place.start and place.end <= end]
         return len(inside) == len(places)
 
-    def _start(self, number: int, aligned: Aligned) -> int:
-        """Where the answer begins, including the tags that open its thought."""
+    def _start(self, number: int, aligned: Aligned) -> int | None:
+        """Where the answer begins, including the tags that open its thought; None if that is unclear."""
         first = aligned.of_turn(number)[0]
         added = aligned.whole[aligned.before(first.start) : first.start]
+        if first.stretch.call >= 0:
+            if header := next((one for one in self._headers(number, aligned) if added.startswith(one)), ""):
+                return first.start - len(added) + len(header)
+            opening = self._opening(aligned.marked[:number], aligned.form)
+            return first.start - len(added.rpartition(opening)[2]) if opening and opening in added else None
         if first.stretch.is_thought and aligned.marks_everyone:
-            opening = self._opening(aligned.marked[:number], in_parts=aligned.is_in_parts)
+            opening = self._opening(aligned.marked[:number], aligned.form)
             return first.start - len(added.rpartition(opening)[2]) if opening and opening in added else first.start
         lead = first.stretch.lead
         return first.start - len(added) + added.rindex(lead) if lead and added.rstrip().endswith(lead) else first.start
 
-    def _opening(self, before: Sequence[Turn], *, in_parts: bool) -> str:
+    def _headers(self, number: int, aligned: Aligned) -> Iterator[str]:
+        """What the template prints before a plain answer in place of this call: the turn's header, an empty thought."""
+        mark = "\U0010fffd"  # after the last that `_free_marks` gives
+        turns = [*aligned.marked[:number], Turn("assistant", mark), *aligned.marked[number + 1 :]]
+        for chat in (turns, turns[: number + 1]):  # results may be refused that follow no call
+            printed = self._printer.try_print(messages_of(chat, aligned.form)) or ""
+            before, found, _ = printed.partition(mark)
+            if found:
+                yield before[max(before.rfind(one) for one in aligned.marks) + 1 :]
+
+    def _opening(self, before: Sequence[Turn], form: Form) -> str:
         """What the template prints to open an answer after these turns, without the answers at their end."""
         turns = list(before)
         while turns and turns[-1].role == "assistant":
             turns.pop()
-        messages = messages_of(turns or [_QUESTION], in_parts=in_parts)
+        messages = messages_of(turns or [_QUESTION], form)
         opened = self._printer.try_print(messages, opens_answer=True)
         closed = self._printer.try_print(messages)
         return "" if opened is None or closed is None else opened[len(common_start(opened, closed)) :]
 
-    def _end_mark(self, number: int, aligned: Aligned, rest: str, *, is_last: bool) -> str:
-        """The end mark at the start of `rest`, the text after the answer."""
-        usual = self._usual_mark(in_parts=aligned.is_in_parts)
+    def _end_mark(self, number: int, aligned: Aligned, final: Stretch, rest: str, *, is_last: bool) -> str | None:
+        """The end mark at the start of `rest`, the text after the answer; of a call with all that closes it."""
+        usual = self._usual_mark(aligned.form)
         if usual and rest.startswith(usual):
             return usual
-        closes = next(stretch.closes for stretch in aligned.stretches if stretch.turn == number and stretch.is_final)
-        mark = self._derived_mark(aligned.marked[: number + 1], closes, aligned.marks, in_parts=aligned.is_in_parts)
+        mark = self._derived_mark(aligned.marked[: number + 1], final.closes, aligned.marks, aligned.form)
         if mark is not None and rest.startswith(mark):
             return mark
         if is_last:
             return rest.rstrip()
-        self.tally.counters["answers_without_end_mark"] += 1
-        return ""
+        self.tally.counters["unscored_turns" if final.call >= 0 else "answers_without_end_mark"] += 1
+        return None if final.call >= 0 else ""
 
-    def _usual_mark(self, *, in_parts: bool) -> str:
+    def _usual_mark(self, form: Form) -> str:
         """The end mark of a plain answer to a plain question. Most templates have only this one."""
-        if in_parts not in self._usual_marks:
+        if form not in self._usual_marks:
             closes = "\U000f0000"
             turns = [_QUESTION, Turn("assistant", f"y{closes}")]
-            mark = self._derived_mark(turns, closes, frozenset(closes), in_parts=in_parts)
-            self._usual_marks[in_parts] = mark or ""
+            mark = self._derived_mark(turns, closes, frozenset(closes), form)
+            self._usual_marks[form] = mark or ""
             if mark == "":
                 self.tally.note("the chat template ends answers with no mark: only the last one of a chat has an end")
-        return self._usual_marks[in_parts]
+        return self._usual_marks[form]
 
-    def _derived_mark(self, turns: Sequence[Turn], closes: str, marks: frozenset[str], *, in_parts: bool) -> str | None:
+    def _derived_mark(self, turns: Sequence[Turn], closes: str, marks: frozenset[str], form: Form) -> str | None:
         """Derive the end mark: let the template open another answer directly after this one."""
         for chat in (list(turns), [_QUESTION, *turns]):  # some templates need a question first
-            messages = messages_of(chat, in_parts=in_parts)
+            messages = messages_of(chat, form)
             closed = self._printer.try_print(messages)
             if closed is not None:
                 break
@@ -753,7 +841,7 @@ class TemplateChat:
         after_closed, after_opened = (after_mark(printed or "", closes, marks) for printed in (closed, opened))
         if after_opened is None or after_closed is None or after_opened == after_closed:
             return None if after_closed is None else after_closed.rstrip()
-        opening = self._opening(turns[:-1], in_parts=in_parts)
+        opening = self._opening(turns[:-1], form)
         if opening and after_opened.endswith(opening):
             return after_opened.removesuffix(opening).rstrip()
         return common_start(after_opened, after_closed).rstrip()
@@ -771,7 +859,7 @@ def day_or_today(day: str) -> str:
 def conversation_text(tokenizer: Tokenizer, turns: Sequence[Turn], *, opens_answer: bool = True) -> str:
     """Print turns, with the opening of an answer if asked for. Raise `Unusable` with the template's reason."""
     printer = _printer(tokenizer)
-    return printer(messages_of(turns, in_parts=_wants_parts(printer)), opens_answer=opens_answer)
+    return printer(messages_of(turns, Form(_wants_parts(printer))), opens_answer=opens_answer)
 
 
 def _printer(tokenizer: Tokenizer) -> ChatPrinter:
@@ -787,32 +875,42 @@ def _printer(tokenizer: Tokenizer) -> ChatPrinter:
 
 def _wants_parts(printer: ChatPrinter) -> bool:
     """Whether the template prints a content given as parts but not one given as text."""
-    prints = [printer.try_print(messages_of([_QUESTION], in_parts=in_parts)) for in_parts in (False, True)]
+    prints = [printer.try_print(messages_of([_QUESTION], Form(in_parts))) for in_parts in (False, True)]
     return [_QUESTION.content in (text or "") for text in prints] == [False, True]
 
 
 @dataclass(frozen=True)
 class PlainChat:
-    """Print a chat as "role: content" lines, for tokenizers without a template."""
+    """Print a chat as "role: content" lines, for tokenizers without a template. A pair is written as it stands."""
 
     tally: Tally
 
-    def __call__(self, turns: tuple[Turn, ...]) -> tuple[Segments, bool]:
-        self.tally.note('the tokenizer has no chat template: chats are written as "role: content" lines')
+    def __call__(self, chat: Chat) -> tuple[Segments, bool]:
+        self.tally.counters["ignored_tools"] += bool(chat.tools)
+        if any(turn.calls for turn in chat.turns):
+            raise Unusable("has calls of tools, and the tokenizer has no chat template to print them")
+        if chat.pair is None:
+            self.tally.note('the tokenizer has no chat template: chats are written as "role: content" lines')
         pieces: list[tuple[str, bool]] = []
-        for turn in turns:
+        for turn, (header, text) in zip(chat.turns, self._written(chat), strict=True):
             self.tally.counters["unprinted_thoughts"] += bool(turn.thought)
-            is_scored = turn.role == "assistant" and not is_blank(turn.content)
-            pieces += [(f"{turn.role}: ", False), (f"{turn.content}\n", is_scored)]
+            is_scored = turn.role == "assistant" and not turn.is_given and not is_blank(turn.content)
+            pieces += [(header, False), (text, is_scored)]
         return _joined(pieces), False
 
-    def contents(self, turns: tuple[Turn, ...]) -> list[tuple[tuple[int, bool], Span]]:
+    def _written(self, chat: Chat) -> list[tuple[str, str]]:
+        """What is put before the text of each turn, and the text with what follows it."""
+        if chat.pair is not None:
+            return [("", text) for text in chat.pair]
+        return [(f"{turn.role}: ", f"{turn.content}\n") for turn in chat.turns]
+
+    def contents(self, chat: Chat) -> list[tuple[tuple[int, bool], Span]]:
         """As `TemplateChat.contents`."""
         found, cursor = list[tuple[tuple[int, bool], Span]](), 0
-        for number, turn in enumerate(turns):
-            start = cursor + len(turn.role) + 2
-            cursor = start + len(turn.content) + 1
-            found.append(((number, False), (start, cursor - 1)))
+        for number, (turn, (header, text)) in enumerate(zip(chat.turns, self._written(chat), strict=True)):
+            start = cursor + len(header)
+            cursor = start + len(text)
+            found.append(((number, False), (start, start + len(turn.content))))
         return found
 
 
@@ -838,9 +936,17 @@ def _joined(pieces: Sequence[tuple[str, bool]]) -> Segments:
     return tuple(joined)
 
 
-def chat_writer(tokenizer: Tokenizer, tally: Tally, day: str = "") -> TemplateChat | PlainChat:
-    """Print chats with the tokenizer's template, where it has one. `day` is what a template prints that asks for it."""
-    return TemplateChat(tokenizer, tally, day) if tokenizer.chat_template else PlainChat(tally)
+def chat_writer(tokenizer: Tokenizer, tally: Tally, config: DataConfig) -> TemplateChat | PlainChat:
+    """Print chats with the tokenizer's template, where it has one."""
+    if tokenizer.chat_template:
+        return TemplateChat(tokenizer, tally, config.day, prints_marks=config.chat == "on")
+    if config.chat == "on":
+        raise ConfigError(
+            "data.chat is on and the tokenizer has no chat template",
+            where="data.chat",
+            advice=["put chat_template into tokenizer_config.json of the model", "--set data.chat=auto"],
+        )
+    return PlainChat(tally)
 
 
 # -- prompts: tokenized with the opening that a run's documents have ---------------------------------------
@@ -854,11 +960,8 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, *, bos: Bos = "auto", is_raw: 
     """
     is_chat = bool(tokenizer.chat_template) and not is_raw
     text = _question_text(tokenizer, [Turn("user", prompt)], "prompt") if is_chat else prompt
-    options = {"add_special_tokens": False, "split_special_tokens": not is_chat, "verbose": False}
-    ids = tokenizer([text], **options)["input_ids"][0] if text else []
-    opened_ids = opened(list(ids), opening_ids(tokenizer, bos))
-    if opened_ids:
-        return opened_ids, is_chat
+    if ids := _opened_ids(tokenizer, text, bos, is_printed=is_chat):
+        return ids, is_chat
     marks = (getattr(tokenizer, "bos_token_id", None), tokenizer.eos_token_id)
     begin = next((int(mark) for mark in marks if mark is not None), None)
     if begin is None:
@@ -874,9 +977,14 @@ def chat_ids(tokenizer: Tokenizer, turns: Sequence[Turn], *, bos: Bos = "auto") 
     if not tokenizer.chat_template:
         lines = [f"{turn.role}: {turn.content}\n" for turn in turns]
         return prompt_ids(tokenizer, "".join([*lines, "assistant:"]), bos=bos, is_raw=True)[0]
-    text = _question_text(tokenizer, turns, "conversation")
-    options = {"add_special_tokens": False, "split_special_tokens": False, "verbose": False}
-    return opened(list(tokenizer([text], **options)["input_ids"][0]), opening_ids(tokenizer, bos))
+    return _opened_ids(tokenizer, _question_text(tokenizer, turns, "conversation"), bos)
+
+
+def _opened_ids(tokenizer: Tokenizer, text: str, bos: Bos, *, is_printed: bool = True) -> list[int]:
+    """The tokens of a text after the opening of documents. Special tokens are parsed in what a template printed."""
+    options = {"add_special_tokens": False, "split_special_tokens": not is_printed, "verbose": False}
+    ids = tokenizer([text], **options)["input_ids"][0] if text else []
+    return opened(list(ids), opening_ids(tokenizer, bos))
 
 
 _MARK = "stillroom7answer"
@@ -895,9 +1003,7 @@ def question_opening(tokenizer: Tokenizer, *, bos: Bos = "auto") -> tuple[list[i
             where="write.start",
             advice=["--set write.start=documents begins with texts"],
         )
-    options = {"add_special_tokens": False, "split_special_tokens": False, "verbose": False}
-    ids = opened(list(tokenizer([before], **options)["input_ids"][0]), opening_ids(tokenizer, bos))
-    return ids, _first_special(tokenizer, after) | turn_end_ids(tokenizer)
+    return _opened_ids(tokenizer, before, bos), _first_special(tokenizer, after) | turn_end_ids(tokenizer)
 
 
 def turn_end_ids(tokenizer: Tokenizer) -> set[int]:

@@ -233,7 +233,7 @@ def read_records(
     items = checked(items, source, source.path)
     if config.max_records:
         items = _first(items, config.max_records, source.path, tally)
-    return Shaper(write_chat, tally, train_on_prompt=config.train_on_prompt, layout=source).records(items)
+    return Shaper.of(config, source, write_chat, tally).records(items)
 
 
 def _first(items: Iterator[tuple[str, object]], limit: int, spec: str, tally: Tally) -> Iterator[tuple[str, object]]:
@@ -318,7 +318,7 @@ class SpecReader:
     def _in_memory(
         self, source: SourceConfig, tally: Tally, *, is_evaluation: bool, splits_text: bool
     ) -> ReadDocuments:
-        write_chat = chat_writer(self.tokenizer, tally, self.config.day) if self.pair is None else self.pair.chats
+        write_chat = chat_writer(self.tokenizer, tally, self.config) if self.pair is None else self.pair.chats
         records = list(read_records(source, self.config, write_chat, tally, is_evaluation=is_evaluation))
         if splits_text and len(records) == 1 and data_suffix(records[0].id.rpartition(":")[0]) == ".txt":
             records = _cut_up(records[0], tally)
@@ -442,7 +442,7 @@ def encode_training(config: DataConfig, tokenizer: Tokenizer) -> tuple[Encoded, 
     tally = Tally()
     documents = SpecReader(config, tokenizer, tally).training()
     encoded = documents.encoded(Encoder(tokenizer, tally, config.bos))
-    rows = pack(encoded, _train_packing(config, encoded, tally), config.max_length, tally)
+    rows = pack(encoded, _train_packing(config, encoded, tally), config.max_length, tally, on_long=config.on_long)
     _note_truncation("train", encoded, config.max_length, tally)
     _note_counts(tally)
     return encoded, rows, tally
@@ -473,7 +473,7 @@ def _packed(train: SourceDocuments, evaluation: Documents, reader: SpecReader) -
 def _rows(side: str, documents: Documents, config: DataConfig, encode: Encoder, tally: Tally, pad_id: int) -> Rows:
     encoded, side_tally = documents.encoded(encode), Tally()
     packing = _train_packing(config, encoded, side_tally) if side == "train" else "rows"
-    rows = pack(encoded, packing, config.max_length, side_tally, pad_id=pad_id)
+    rows = pack(encoded, packing, config.max_length, side_tally, pad_id=pad_id, on_long=config.on_long)
     if len(documents) and not len(rows):
         raise DataError(
             f"the {side} data has {len(encoded.ids):,} tokens and no row with a target to score",
@@ -510,6 +510,12 @@ def _train_packing(config: DataConfig, encoded: Encoded, tally: Tally) -> Packin
             f"data.order is short_first, and blocks are all of {config.max_length:,} tokens",
             where="data.order, data.packing",
             advice=["set data.packing = 'rows' or 'packed'", "set data.order = 'shuffled'"],
+        )
+    if packing == "blocks" and config.on_long == "drop" and encoded.prompts.any():
+        raise ConfigError(
+            "data.on_long is drop, and blocks join all records end to end",
+            where="data.on_long, data.packing",
+            advice=["set data.packing = 'rows' or 'packed'", "leave data.on_long out"],
         )
     return packing
 
@@ -568,7 +574,12 @@ def _note_counts(tally: Tally) -> None:
         "unprinted_thoughts": "{:,} answers lack a part, such as an earlier thought: the template does not print it",
         "unprinted_turns": "{:,} turns of others than the assistant are not printed by the chat template",
         "answers_without_end_mark": "{:,} answers are scored without an end mark: none was found after them",
-        "ignored_tools": "{:,} chats come with tools, which are not given to the chat template",
+        "ignored_tools": "{:,} chats come with tools, which the chat template does not print",
+        "dropped_nulls": "{:,} nulls in tools and their calls are left out: Arrow has them where a key is missing",
+        "dropped_thoughts": "{:,} thoughts are left out: data.thoughts is drop",
+        "pairs_with_marks": "{:,} prompts or answers hold marks of the chat template and are read as they stand: print "
+        "them with it all the same with data.chat = 'on'",
+        "dropped_records": "{:,} records are left out: they are longer than data.max_length, and data.on_long is drop",
         "kept_ids": "{:,} answers are read in the very tokens they were written in",
         "ids_of_another_vocabulary": "{:,} answers are tokenized again: their ids are of another vocabulary, and one "
         "that was cut at a length is read as if it ended there",

@@ -26,7 +26,6 @@ EXPECTED = (
     + ", ".join(SHAPES)
     + ", or texts"
 )
-_KEPT = (*FIELDS, "tools")  # kept so that the reader counts chats whose tools are ignored
 _SHOWN = 6
 
 
@@ -56,7 +55,7 @@ def is_name(data: object, role: str) -> bool:
 def write_records(data: object, path: Path, role: str, columns: Sequence[str] = ()) -> Written:
     """Write each record as a line of JSON. Line n is record n. `columns` are those that the run's layout names."""
     digest, left_out, number = hashlib.sha256(), dict[str, None](), 0
-    names = dict.fromkeys((*_KEPT, *columns))
+    names = dict.fromkeys((*FIELDS, *columns))
     with path.open("wb") as file:
         for number, value in enumerate(_readable(_items(data, role, columns), role), 1):
             record = _record(value, number, role)

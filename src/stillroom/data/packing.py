@@ -5,9 +5,10 @@ Consecutive rows of one text overlap by one token, the last target of a row bein
 every token of the text but the first is a target exactly once.
 
 "blocks" joins the documents end to end and cuts the result: rows are full, and attention crosses documents. "rows"
-gives each document its own rows: a plain text longer than a row is cut into consecutive rows; a record with a prompt
-keeps only its first row, and what does not fit is left out and counted. "packed" puts several of those rows into one
-(`best_fit`); each is a separate piece, which attention and positions do not leave.
+gives each document its own rows: a plain text longer than a row is cut into consecutive rows; of a record with a prompt
+`on_long` decides: its first row alone is kept ("cut"), nothing of it ("drop"), or it is cut as plain text is ("split").
+What is left out is counted. "packed" puts several of those rows into one (`best_fit`); each is a separate piece, which
+attention and positions do not leave.
 
 # B rows of a batch, L positions, T tokens of all documents end to end, D documents, P pieces, R rows
 """
@@ -31,6 +32,7 @@ from stillroom.data.tokenize import Encoded, Ints, Numbers
 from stillroom.data.two_tokenizers.encode import span_flags, span_numbers
 
 Packing = Literal["blocks", "rows", "packed"]
+OnLong = Literal["cut", "drop", "split"]
 _CHUNK = 1 << 22  # tokens hashed at a time
 
 
@@ -183,6 +185,8 @@ class Rows:
         has_prompt = self._encoded.prompts
         documents = self._encoded.documents_at(self._starts)
         for start, end, document in zip(self._starts.tolist(), self._ends.tolist(), documents.tolist(), strict=True):
+            if has_prompt[document] and start > self._encoded.bounds[document]:
+                continue  # the prompt is in an earlier row
             size, num_answer = min(num_tokens, (end - start) // 2), 0
             if has_prompt[document]:
                 is_scored = self._encoded.is_scored[start:end]
@@ -291,7 +295,9 @@ class Rows:
             )
 
 
-def pack(encoded: Encoded, packing: Packing, max_length: int, tally: Tally, *, pad_id: int = 0) -> Rows:
+def pack(
+    encoded: Encoded, packing: Packing, max_length: int, tally: Tally, *, pad_id: int = 0, on_long: OnLong = "cut"
+) -> Rows:
     """Pack the documents into rows of at most max_length inputs. Drop and count rows without a scored target."""
     if packing not in ("blocks", "rows", "packed") or max_length < 1:
         raise ConfigError(
@@ -302,8 +308,15 @@ def pack(encoded: Encoded, packing: Packing, max_length: int, tally: Tally, *, p
     if packing == "blocks":
         starts, ends = _consecutive(np.array([0, len(encoded.ids)]), np.array([True]), max_length)
     else:
-        starts, ends = _consecutive(encoded.bounds, ~encoded.prompts, max_length)
-        _count_truncated(encoded, max_length, tally)
+        is_long = encoded.prompts & (np.diff(encoded.bounds) > max_length + 1)
+        is_split = ~encoded.prompts | (on_long == "split")
+        starts, ends = _consecutive(encoded.bounds, is_split, max_length)
+        if on_long == "drop" and is_long.any():
+            tally.counters["dropped_records"] += int(is_long.sum())
+            is_kept = ~is_long[encoded.documents_at(starts)]
+            starts, ends = starts[is_kept], ends[is_kept]
+        elif on_long == "cut":
+            _count_truncated(encoded, is_long, max_length, tally)
     targets = _num_targets(encoded, starts, ends)
     if not (has_targets := targets > 0).all():
         tally.counters["rows_without_targets"] += int((~has_targets).sum())
@@ -336,9 +349,8 @@ def _consecutive(bounds: Ints, is_continued: npt.NDArray[np.bool_], max_length: 
     return starts, np.minimum(starts + max_length + 1, bounds[texts + 1])
 
 
-def _count_truncated(encoded: Encoded, max_length: int, tally: Tally) -> None:
+def _count_truncated(encoded: Encoded, is_cut: npt.NDArray[np.bool_], max_length: int, tally: Tally) -> None:
     """Count the tokens and targets of records with a prompt that do not fit into their row."""
-    is_cut = encoded.prompts & (np.diff(encoded.bounds) > max_length + 1)
     begins, ends = encoded.bounds[:-1][is_cut] + max_length + 1, encoded.bounds[1:][is_cut]
     num_lost_targets = encoded.num_scored_between(begins, ends) if len(ends) else ends
     tally.counters["truncated_records"] += len(ends)

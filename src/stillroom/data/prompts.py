@@ -8,7 +8,7 @@ from typing import Any
 
 from stillroom.config.schema import SourceConfig
 from stillroom.core.errors import ConfigError, DataError
-from stillroom.data.records import Record, Shaper, Tally, Turn, Unusable, chat_key, content_key, is_blank, renamed
+from stillroom.data.records import Chat, Record, Shaper, Tally, Turn, Unusable, content_key, is_blank, renamed
 from stillroom.data.sources import BUILTIN_PREFIX, checked, embedded_records, read_spec
 
 # (fields of the prompt, field of the answer); records without the answer are prompts too.
@@ -55,7 +55,7 @@ def _prompts(source: SourceConfig, tally: Tally, *, as_documents: bool) -> Itera
             yield _embedded(record, as_documents)
         return
     items = checked(read_spec(source.path, tally, columns=source.needed_columns), source, source.path)
-    shaper = Shaper(lambda turns: ((), False), tally)  # reads turns; nothing is printed here
+    shaper = Shaper(lambda _chat: ((), False), tally)  # reads turns; nothing is printed here
     for where, value in items:
         try:
             yield _prompt(where, value, source, shaper, as_documents=as_documents)
@@ -79,9 +79,13 @@ def _prompt(where: str, value: object, source: SourceConfig, shaper: Shaper, *, 
         if not isinstance(text, str) or is_blank(text):
             raise Unusable("has no text to begin from")
         return Prompt(content_key(text), text)
-    for name in ("messages", "conversations"):
-        if name in fields:
-            return _chat(shaper.turns(fields[name], name))
+    for name in ("messages", "conversations", "prompt"):
+        if isinstance(fields.get(name), list | tuple) or (name in fields and name != "prompt"):
+            answer = fields.get("completion") if name == "prompt" else None
+            turns = shaper.turns(fields[name], name) + (shaper.turns(answer, "completion") if answer else ())
+            if fields.get("tools") or any(turn.calls for turn in turns):
+                raise Unusable("has tools, which a model that writes is not given")
+            return _chat(turns)
     for name, answer in _PAIRS.items():
         if name in fields:
             text, reference = fields[name], fields.get(answer)
@@ -102,7 +106,7 @@ def _chat(turns: tuple[Turn, ...]) -> Prompt:
         turns, reference = tuple(before), last.content
     if not turns or turns[-1].role == "assistant":
         raise Unusable("the chat holds no question to answer")
-    return Prompt(chat_key(turns), turns[-1].content, turns, reference)
+    return Prompt(Chat(turns).key, turns[-1].content, turns, reference)
 
 
 # -- answers ---------------------------------------------------------------------------------------------

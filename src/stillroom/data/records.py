@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
-from stillroom.config.schema import Layout
+from stillroom.config.schema import DataConfig, Layout
 from stillroom.core.errors import DataError
 from stillroom.core.types import Detail
 
@@ -26,6 +28,7 @@ SHAPES = (
     '{"question", "answer"}',
     '{"instruction", "input", "output"}',
     '{"messages": [{"role", "content"}, ...]}',
+    '{"prompt": [{"role", "content"}, ...], "completion": [...]}',
     '{"conversations": [{"from", "value"}, ...]}',
 )
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # fields that hold a thought apart from the content
@@ -41,7 +44,10 @@ FIELDS = (
     "input",
     "output",
     "text",
+    "tools",
 )
+RESULTS = ("tool", "function", "ipython", "observation")  # roles whose text a tool wrote
+_THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 
 _NUM_BAD_KEPT = 20  # a file of the wrong kind has millions of bad records
 _NUM_BAD_NAMED = 3
@@ -180,16 +186,35 @@ class Turn:
     role: str
     content: str
     thought: str = ""
+    calls: tuple[Mapping[str, Any], ...] = ()  # of tools, each {"type", "function": {"name", "arguments"}}
+    names: Mapping[str, str] = field(default_factory=dict)  # name and tool_call_id of a tool's result
+    is_given: bool = False  # an answer that belongs to the prompt: not scored
 
     @property
     def is_empty_answer(self) -> bool:
-        return self.role == "assistant" and is_blank(self.content) and is_blank(self.thought)
+        return self.role == "assistant" and is_blank(self.content) and is_blank(self.thought) and not self.calls
 
 
-def chat_key(turns: tuple[Turn, ...]) -> str:
-    """Digest the turns of a chat, before any template."""
-    content = [[turn.role, turn.content, *([turn.thought] if turn.thought else [])] for turn in turns]
-    return content_key(json.dumps(content))
+@dataclass(frozen=True)
+class Chat:
+    """A chat as a template prints it."""
+
+    turns: tuple[Turn, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    pair: tuple[str, str] | None = None  # prompt and answer of a record that is no chat: its text without a template
+
+    @cached_property
+    def key(self) -> str:
+        """A digest of the content, before any template."""
+        if self.pair is not None:
+            return content_key("".join(self.pair))
+        content: list[Any] = []
+        for turn in self.turns:
+            used = {"calls": list(turn.calls), "names": dict(turn.names), "is_given": turn.is_given}
+            more = {name: value for name, value in used.items() if value}
+            thought = [turn.thought] if turn.thought or more else []
+            content.append([turn.role, turn.content, *thought, *([more] if more else [])])
+        return content_key(json.dumps([*content, {"tools": self.tools}] if self.tools else content, default=str))
 
 
 # The fields an object must have to be read in a shape; the first that fits is taken.
@@ -201,7 +226,7 @@ _NEEDED = {
     "text": ("text",),
     "conversations": ("conversations",),
 }
-ChatWriter = Callable[[tuple[Turn, ...]], tuple[Segments, bool]]  # -> segments, whether a template printed them
+ChatWriter = Callable[[Chat], tuple[Segments, bool]]  # -> segments, whether a template printed them
 
 
 @dataclass(frozen=True)
@@ -211,7 +236,20 @@ class Shaper:
     write_chat: ChatWriter
     tally: Tally
     train_on_prompt: bool = False
+    prints_pairs: bool = False  # a prompt with an answer is given to `write_chat` as a chat of two turns
+    thoughts: Literal["keep", "drop"] = "keep"
     layout: Layout = field(default_factory=Layout)
+
+    @staticmethod
+    def of(config: DataConfig, source: Layout, write_chat: ChatWriter, tally: Tally) -> Shaper:
+        return Shaper(
+            write_chat,
+            tally,
+            train_on_prompt=config.train_on_prompt,
+            prints_pairs=config.chat != "off",
+            thoughts=config.thoughts,
+            layout=source,
+        )
 
     def __call__(self, where: str, value: object) -> Record:
         if not isinstance(value, Mapping):
@@ -244,16 +282,18 @@ class Shaper:
     def _shaped(self, where: str, value: Mapping[str, Any], shape: str) -> Record:
         match shape:
             case "messages" | "conversations":
-                self.tally.counters["ignored_tools"] += bool(value.get("tools"))
-                return self._chat(where, value[shape], shape)
+                return self._chat(where, self.turns(value[shape], shape), shape, value)
+            case "prompt, completion" if isinstance(value["prompt"], list | tuple):
+                given = [replace(turn, is_given=True) for turn in self.turns(value["prompt"], "prompt")]
+                return self._chat(where, (*given, *self.turns(value["completion"], "completion")), "completion", value)
             case "prompt, completion":
-                return self._plain(where, self._text(value, "prompt"), self._full(value, "completion"))
+                return self._pair(where, value, self._text(value, "prompt"), "", "completion")
             case "question, answer":
-                return self._plain(where, self._full(value, "question") + "\n", self._full(value, "answer"))
+                return self._pair(where, value, self._full(value, "question"), "\n", "answer")
             case "instruction, output":
                 context = self._text(value, "input") if value.get("input") is not None else ""
-                prompt = self._full(value, "instruction") + (f"\n\n{context}" if context else "") + "\n\n"
-                return self._plain(where, prompt, self._full(value, "output"))
+                asked = self._full(value, "instruction") + (f"\n\n{context}" if context else "")
+                return self._pair(where, value, asked, "\n\n", "output")
         return self._plain(where, "", self._full(value, "text"))
 
     def _templated(self, where: str, value: Mapping[str, Any]) -> Record:
@@ -272,21 +312,41 @@ class Shaper:
         )
         return Record(where, segments, content_key(prompt + answer))
 
-    def _chat(self, where: str, messages: object, name: str) -> Record:
-        turns = self.turns(messages, name)
-        answers = [number for number, turn in enumerate(turns, 1) if turn.role == "assistant"]
+    def _pair(self, where: str, value: Mapping[str, Any], asked: str, joint: str, name: str) -> Record:
+        """A prompt with an answer: a chat of two turns, or as it stands, `joint` between them.
+
+        What a model wrote is read as it was asked, and nothing is asked by an empty prompt.
+        """
+        answer = self._answer(name, self._full(value, name))
+        if is_blank(answer):
+            raise Unusable(f"{name} is empty without its thought")
+        if not self.prints_pairs:
+            self.tally.detail("records of a prompt and an answer are read as they stand (data.chat)")
+        if not self.prints_pairs or is_blank(asked) or all(one in value for one in _TOKENS):
+            return self._plain(where, asked + joint, answer)
+        turns = (Turn("user", asked), Turn("assistant", answer))
+        return self._printed(where, Chat(turns, self._tools(value), (asked + joint, answer)))
+
+    def _chat(self, where: str, turns: tuple[Turn, ...], name: str, value: Mapping[str, Any]) -> Record:
+        answers = [number for number, turn in enumerate(turns, 1) if turn.role == "assistant" and not turn.is_given]
         empty = [number for number in answers if turns[number - 1].is_empty_answer]
         if not self.train_on_prompt and not answers:
             raise Unusable(f"{name} has no assistant turn to learn from")
         if not self.train_on_prompt and answers == empty:
             raise Unusable(f"{name}, turn {empty[0]} is empty, and no other answer is there to learn from")
-        segments, has_template = self.write_chat(turns)
+        if self.train_on_prompt and any(turn.role in RESULTS for turn in turns):
+            raise Unusable("has results of tools, which are not learned: data.train_on_prompt would score them")
+        record = self._printed(where, Chat(turns, self._tools(value)))
         self.tally.counters["empty_answers"] += len(empty)
+        return record
+
+    def _printed(self, where: str, chat: Chat) -> Record:
+        segments, has_template = self.write_chat(chat)
         if self.train_on_prompt:
             segments = tuple((text, True) for text, _ in segments)
         if not any(text for text, is_scored in segments if is_scored):
             raise Unusable("the chat has nothing to score")
-        return Record(where, segments, chat_key(turns), has_template=has_template)
+        return Record(where, segments, chat.key, has_template=has_template)
 
     def turns(self, messages: object, name: str) -> tuple[Turn, ...]:
         """The turns of a chat."""
@@ -299,17 +359,70 @@ class Shaper:
             speaker = message["from"]
             role = SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else speaker
             message = {**message, "role": role, "content": message["value"]}
-        if isinstance(message, Mapping) and message.get("tool_calls"):
-            raise Unusable(f"{where} has tool_calls: calls of tools are not read")
-        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+        if not isinstance(message, Mapping) or "role" not in message:
             raise Unusable(f"{where}: needs role and content")
-        role, content = message["role"], _parts_joined(where, message["content"])
+        role, calls = message["role"], self._calls(where, message)
+        if "content" not in message and not calls:
+            raise Unusable(f"{where}: needs role and content")
+        content = message.get("content")
+        content = "" if content is None and calls else _parts_joined(where, content)
         if not isinstance(role, str) or not isinstance(content, str):
             raise Unusable(f"{where}: role is {_kind(role)} and content is {_kind(content)}, not text")
         thought = next((message[name] for name in THOUGHTS if message.get(name) is not None), "")
         if not isinstance(thought, str):
             raise Unusable(f"{where}: its thought is {_kind(thought)}, not text")
-        return Turn(clean(role, self.tally), clean(content, self.tally), clean(thought, self.tally))
+        if thought and self.thoughts == "drop":
+            self.tally.counters["dropped_thoughts"] += 1
+            thought = ""
+        content = self._answer(where, content) if role == "assistant" else content
+        names = {name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)}
+        role, content, thought = (clean(text, self.tally) for text in (role, content, thought))
+        return Turn(role, content, thought, calls, names if role in RESULTS else {})
+
+    def _answer(self, where: str, content: str) -> str:
+        """The answer without the thought that it begins with, where thoughts are dropped."""
+        if self.thoughts == "keep" or "</think>" not in content:
+            return content
+        if not (thought := _THOUGHT.match(content)):
+            raise Unusable(f"{where} has </think> and does not begin with <think>: what is the thought is unclear")
+        self.tally.counters["dropped_thoughts"] += 1
+        return content[thought.end() :]
+
+    def _calls(self, where: str, message: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+        """The calls of a message, their arguments as objects: templates print those as JSON themselves."""
+        if message.get("function_call"):
+            raise Unusable(f"{where} has function_call: write it as tool_calls")
+        found = list[Mapping[str, Any]]()
+        for call in _listed_objects(f"{where}: tool_calls", message.get("tool_calls")):
+            if message["role"] != "assistant":
+                raise Unusable(f"{where} has tool_calls and is of the role {message['role']}")
+            function = call.get("function", call)
+            name = function.get("name") if isinstance(function, Mapping) else None
+            if not isinstance(name, str) or is_blank(name):
+                raise Unusable(f"{where}: a call of tool_calls has no name")
+            arguments = _decoded(f"{where}: the arguments of {name}", function.get("arguments") or {})
+            if not isinstance(arguments, Mapping):
+                raise Unusable(f"{where}: the arguments of {name} are {_kind(arguments)}, not an object")
+            more = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+            function = {"name": name, "arguments": self._without_nulls(arguments)}
+            found.append({"type": "function", **more, "function": function})
+        return tuple(found)
+
+    def _tools(self, value: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+        return tuple(self._without_nulls(tool) for tool in _listed_objects("tools", value.get("tools")))
+
+    def _without_nulls(self, value: Any) -> Any:
+        """The value without nulls in its objects, and its texts clean. Arrow gives every object the keys of all."""
+        match value:
+            case str():
+                return clean(value, self.tally)
+            case Mapping():
+                kept = {name: self._without_nulls(inner) for name, inner in value.items() if inner is not None}
+                self.tally.counters["dropped_nulls"] += len(value) - len(kept)
+                return kept
+            case list() | tuple():
+                return [self._without_nulls(inner) for inner in value]
+        return value
 
     def _text(self, value: Mapping[str, Any], name: str) -> str:
         text = value[name]
@@ -340,6 +453,25 @@ def _tokens(value: Mapping[str, Any]) -> WrittenTokens | None:
     return WrittenTokens(tuple(prompt), tuple(answer), vocabulary)
 
 
+def _decoded(where: str, value: object) -> object:
+    """A value, or what it holds where it is JSON in a text."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        raise Unusable(f"{where} is text that is not JSON") from None
+
+
+def _listed_objects(where: str, value: object) -> list[Mapping[str, Any]]:
+    """A list of objects, as such or as JSON, each or all in a text; empty where it is null."""
+    values = _decoded(where, value) if value else []
+    if not isinstance(values, list | tuple):
+        raise Unusable(f"{where} is {_kind(values)}, not a list")
+    objects = [_decoded(where, one) for one in values]
+    if other := next((one for one in objects if not isinstance(one, Mapping)), None):
+        raise Unusable(f"{where} holds {_kind(other)}, not an object")
+    return [one for one in objects if isinstance(one, Mapping)]
+
+
 def _parts_joined(where: str, content: object) -> object:
     """Join a content given as parts. Raise `Unusable` if a part is not text."""
     if not isinstance(content, list | tuple) or not all(isinstance(part, Mapping) for part in content):
@@ -367,13 +499,13 @@ def _listed(value: Mapping[Any, Any]) -> str:
 # -- columns and templates of the user ---------------------------------------------------------------------------
 
 
-OPTIONAL = "input"  # a field that records may lack
+OPTIONAL = ("input", "tools")  # fields that records may lack
 
 
 def missing_columns(value: Mapping[str, Any], layout: Layout) -> list[str]:
     """List the columns of a layout that an object lacks and must have."""
-    optional = layout.columns.get(OPTIONAL)
-    return [column for column in layout.needed_columns if column not in value and column != optional]
+    optional = [layout.columns.get(name) for name in OPTIONAL]
+    return [column for column in layout.needed_columns if column not in value and column not in optional]
 
 
 def renamed(value: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:

@@ -424,7 +424,7 @@ def checked(items: Iterable[Item], layout: Layout, spec: str) -> Iterator[Item]:
     there = list(dict.fromkeys(str(name) for value in objects for name in value))
     setting = "template" if layout.template else "columns"
     for column in layout.needed_columns if objects else ():
-        if column not in there and column != layout.columns.get(OPTIONAL):
+        if column not in there and column not in [layout.columns.get(name) for name in OPTIONAL]:
             near = difflib.get_close_matches(column, there, n=1)
             more = ", ..." if len(there) > _NUM_CHECKED else ""
             raise DataError(

@@ -53,7 +53,7 @@ from stillroom.data.tokenize import Encoded, Encoder, Ints, Numbers, TokenizedRe
 from stillroom.data.two_tokenizers.align import Coverage, Spans
 from stillroom.data.two_tokenizers.encode import Paired, PairEncoder, TwoTokenizers
 
-FORMAT = 3  # of entries, and of how records are made and tokenized: raise it when either changes
+FORMAT = 4  # of entries, and of how records are made and tokenized: raise it when either changes
 SPANS_FORMAT = 1  # of how spans of two tokenizers are found and stored: raise it when that changes
 WORTH_STORING = 32 << 20  # bytes of all files of a source: tokenizing less takes about as long as opening an entry
 BATCH_CHARACTERS = 8 << 20  # text that is tokenized and written at a time: bounds memory for files of any size
@@ -107,6 +107,7 @@ _AFTER_TOKENIZING = frozenset(
         "streaming",
         "max_length",
         "packing",
+        "on_long",
         "group_by_length",
         "order",
         "max_bad_share",
@@ -386,10 +387,9 @@ class TokenStore:
         """Make records of objects and tokenize them. The teacher's side of one tokenizer is empty."""
         # Made again for each batch: it keeps the teacher's print of every chat it has seen.
         pair = None if self._two is None else PairEncoder.make(self._two, self.config, tally)
-        write_chat = chat_writer(self.tokenizer, tally, self.config.day) if pair is None else pair.chats
+        write_chat = chat_writer(self.tokenizer, tally, self.config) if pair is None else pair.chats
         (source,) = self.config.sources
-        shape = Shaper(write_chat, tally, train_on_prompt=self.config.train_on_prompt, layout=source)
-        records = list(shape.records(items))
+        records = list(Shaper.of(self.config, source, write_chat, tally).records(items))
         tally.counters["records"] += len(records)
         if pair is not None:
             return list(pair.documents(records))

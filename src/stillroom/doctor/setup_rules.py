@@ -248,22 +248,39 @@ def marks(setup: Setup) -> Iterator[Finding]:
 
 @rule("setup", subject="tokenizers")
 def end_marks(setup: Setup) -> Iterator[Finding]:
-    """Rollouts: an answer ends where the student ends it, and the teacher must mean the same by that."""
+    """Answers are printed and ended as the student's tokenizer does, and the teacher must mean the same by that.
+
+    With rollouts an answer that the teacher does not end has no end at all.
+    """
     tokenizers = setup.part("tokenizers")
-    if setup.config.rollouts is None or len(tokenizers) < 2:
+    if len(tokenizers) < 2 or setup.config.objectives.span_weights or not _has_answers(setup):
         return
+    is_worse = setup.config.rollouts is not None
     teacher, student = tokenizers["teacher"], tokenizers["student"]
     own, other = ({one.eos_token_id} | turn_end_ids(one) for one in (student, teacher))
     if own != other:
-        what = (
-            f"the student ends an answer with token {_ids(own)}, the teacher with {_ids(other)}: it would never end one"
+        what = f"the student ends an answer with token {_ids(own)}, the teacher with {_ids(other)}: it " + (
+            "would never end one" if is_worse else "teaches not to end where the data ends"
         )
-        yield red("end_marks_differ", what, "give both the same eos_token and chat template, or leave [rollouts] out")
+        to_try = "give both the same eos_token and chat template" + (", or leave [rollouts] out" if is_worse else "")
+        yield (red if is_worse else amber)("end_marks_differ", what, to_try)
     if student.chat_template != teacher.chat_template and (student.chat_template or teacher.chat_template):
-        what = (
-            "the chat templates of student and teacher differ: the teacher answers prompts in a form it was not taught"
-        )
-        yield red("templates_differ", what, "copy the teacher's chat_template into the student's tokenizer")
+        how = "the chat templates of student and teacher differ"
+        if not student.chat_template:
+            how = "the teacher has a chat template and the student's tokenizer has none"
+        elif not teacher.chat_template:
+            how = "the student has a chat template and the teacher's tokenizer has none"
+        what = f"{how}: the teacher answers prompts in a form it was not taught"
+        to_try = "copy the teacher's chat_template into the student's tokenizer"
+        if not teacher.chat_template:
+            to_try = "use the instruct model of the teacher's family, or --set data.chat=off for prompts with answers"
+        yield (red if is_worse else amber)("templates_differ", what, to_try)
+
+
+def _has_answers(setup: Setup) -> bool:
+    """Whether the run is about answers: chats, prompts with answers, or rollouts."""
+    shapes = [shape for shape in setup.part("preview")["shapes"] if not shape.startswith("template: ")]
+    return setup.config.rollouts is not None or bool(set(shapes) - {"text", "embedded"})
 
 
 def _ids(numbers: set[int | None]) -> str:
@@ -487,8 +504,8 @@ _ENDS_TRIED = 16
 
 @rule("setup", subject="models")
 def teacher_ends(setup: Setup) -> Iterator[Finding]:
-    """Rollouts: the teacher must end answers with the student's end mark, or the student learns not to."""
-    if setup.config.rollouts is None:
+    """The teacher must end answers with the student's end mark, or the student learns not to."""
+    if setup.config.objectives.span_weights or not _has_answers(setup):
         return
     models: Models = setup.part("models")
     corpus = setup.part("corpus")
@@ -500,10 +517,12 @@ def teacher_ends(setup: Setup) -> Iterator[Finding]:
         return
     middle = statistics.median(probs)
     if middle < LEAST_END:
-        what = f"where answers of the data end, the teacher gives the end mark {middle:.2g}: rollouts would not end"
-        yield red(
-            "teacher_does_not_end", what, "use the teacher that the data's template is made for, or its own template"
+        is_worse = setup.config.rollouts is not None
+        what = f"where answers of the data end, the teacher gives the end mark {middle:.2g}: " + (
+            "rollouts would not end" if is_worse else "the student learns not to end there"
         )
+        to_try = "use the teacher that the data's template is made for, or its own template"
+        yield (red if is_worse else amber)("teacher_does_not_end", what, to_try)
     else:
         yield green(f"the teacher gives the end mark {middle:.2g} where answers of the data end")
 

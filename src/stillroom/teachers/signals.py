@@ -643,6 +643,7 @@ class Given:
     texts: Mapping[int, str] = field(default_factory=dict)  # what the writer thinks tokens spell
     name: str = ""  # of the row, where the record names it: `ids` are then its last tokens
     has_own_token: bool = False  # whether an entry always holds the token that came
+    has_any_end: bool = False  # the last token stands for any: its writer put it there to have an answer before it
 
 
 def position_answer(

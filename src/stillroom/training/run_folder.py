@@ -504,6 +504,8 @@ def find_run(folder: Path, config: Config) -> tuple[bool, Config]:
     given = absolute(config, known, stored)
     if not given.data.day:
         given = given.on_day(stored.data.day)  # the day on which the run began
+    if given.data.chat == "auto":  # a run is continued with the text that it began with
+        given = given.model_copy(update={"data": given.data.model_copy(update={"chat": stored.data.chat})})
     differences = differing_keys(stored, given)
     if differences:
         shown = "; ".join(differences[:5]) + (f"; and {len(differences) - 5} more" if len(differences) > 5 else "")
@@ -559,6 +561,8 @@ def _read(folder: Path, contents: bytes | None = None, trust: Trust = NONE) -> t
             )
         description = json.loads(path.read_bytes() if contents is None else contents)
         trust.check_table(description["config"], str(path))
+        data = description["config"].setdefault("data", {})
+        data.setdefault("chat", "off")  # as runs were before there was a choice
         config, known = build(description["config"], str(path)), description.get("paths", {})
         return resolved(config, known, folder), dict(known)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -26,7 +26,7 @@ from stillroom.models import (
 )
 from stillroom.precision.device import find_device, teacher_dtype
 from stillroom.teachers.cache.build import day_of_rows, fill, required_rows
-from stillroom.teachers.cache.imports import match_rows, num_kept, read_answers
+from stillroom.teachers.cache.imports import check_tails, match_rows, num_kept, read_answers
 from stillroom.teachers.cache.in_store import Origin, folder_of
 from stillroom.teachers.cache.manifest import Manifest, is_there, read_manifest
 from stillroom.teachers.cache.reader import Cache, damaged_shards
@@ -193,6 +193,8 @@ def import_cache(config: Config, out: Path, file: Path, kind: str) -> dict[str, 
             where="teacher.signal.kind, objectives.kd.temperature",
             advice=["leave both out, or set teacher.signal.kind = 'renormalised' where the file is so"],
         )
+    if spec.kind == "top_k":
+        check_tails(given, file)
     config = _dated(config, out, tokenizer)
     needed = required_rows(config, open_data(config.data, tokenizer))
     found = match_rows(given, needed, spec)

@@ -9,10 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pytest
 import tiny
 import torch
+import yaml
 from pyarrow import parquet
 from refusals import refused
 
@@ -176,10 +178,11 @@ def test_a_renormalised_import_says_what_mass_was_stored(small: Path, said: list
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
-@pytest.mark.parametrize(("kind", "form"), [("vllm", vllm), ("distillkit", distillkit)])
+@pytest.mark.parametrize(("kind", "form"), [("vllm", vllm), ("distillkit", distillkit), ("axolotl", "axolotl")])
 def test_a_file_that_is_shifted_by_one_is_refused(
-    small: Path, said: list[Line], tmp_path: Path, kind: str, form: Callable[[Line, int], Line], shift: int
+    small: Path, said: list[Line], tmp_path: Path, kind: str, form: Any, shift: int
 ) -> None:
+    form = axolotl if form == "axolotl" else form
     path = write(tmp_path / "file.jsonl", [form(line, shift) for line in said])
     with pytest.raises(DataError, match="shifted"):
         import_cache(load_config(overrides=settings(small)), tmp_path / "cache", path, kind)
@@ -232,9 +235,175 @@ def test_a_file_of_other_texts_and_an_unknown_format_are_refused(small: Path, sa
         import_cache(load_config(overrides=settings(small)), tmp_path / "cache", path, "gguf")
 
 
-@pytest.mark.parametrize("columns", [["compressed_logprobs", "bytepacked_indices"], ["packed_indices", "coeffs"]])
-def test_compressed_columns_are_refused_with_the_way_to_unpack_them(tmp_path: Path, columns: list[str]) -> None:
-    path = tmp_path / "file.jsonl"
-    path.write_text(json.dumps({"input_ids": [1, 2], **{name: [[0], [0]] for name in columns}}), encoding="utf-8")
-    with refused(DataError, "file.jsonl:1", "LogprobCompressor"):
-        list(read_distillkit(path, int))
+# -- packed columns of DistillKit --------------------------------------------------------------------------
+
+EXACT = {"exact_k": K, "polynomial_terms": None, "residual_bins": [], "delta_encoding": False}
+CURVE = {
+    "exact_k": 3,
+    "exact_dtype": "float16",
+    "polynomial_terms": [0, 1, "sqrt"],
+    "term_dtype": "float64",
+    "residual_bins": [],
+    "normalize_t": True,
+    "delta_encoding": True,
+}
+BINS = {
+    "exact_k": 1,
+    "exact_dtype": "bfloat16",
+    "polynomial_terms": [0, 1],
+    "residual_bins": [
+        {"scale_dtype": "float32", "element_bits": 11, "num_elements": 3},
+        {"scale_dtype": "float16", "element_bits": 13, "num_elements": 2},
+    ],
+    "delta_encoding": True,
+}
+LAYOUTS = {"exact": EXACT, "curve": CURVE, "bins": BINS}
+
+
+def bits_of(numbers: list[int], width: int) -> bytes:
+    """Integers end to end, the highest bit first, up to a whole byte."""
+    text = "".join(format(number, f"0{width}b") for number in numbers)
+    text += "0" * (-len(text) % 8)
+    return int(text, 2).to_bytes(len(text) // 8, "big")
+
+
+def floats_of(numbers: Any, dtype: str) -> bytes:
+    return bytes(torch.tensor(numbers, dtype=getattr(torch, dtype)).view(torch.uint8).tolist())
+
+
+def packed(line: Line, layout: dict[str, Any]) -> Line:
+    """A row as the sampler of DistillKit writes it, with a padding token after the text in place of an end mark."""
+    width, rows = (layout["d"] - 1).bit_length(), []
+    for place in range(1, len(line["ids"])):
+        entry = top(line, place, own=False)
+        values = np.array(list(entry.values()))
+        values = np.diff(values, prepend=0.0) if layout["delta_encoding"] else values
+        told = floats_of(values[: layout["exact_k"]], layout.get("exact_dtype", "float32"))
+        rest = values[layout["exact_k"] :]
+        if terms := layout["polynomial_terms"]:
+            steps = np.linspace(0, 1, len(rest)) if layout.get("normalize_t") else np.arange(len(rest)) * 1.0
+            curve = np.stack([np.sqrt(steps) if term == "sqrt" else steps**term for term in terms], -1)
+            fit = np.linalg.lstsq(curve, rest, rcond=None)[0]
+            told += floats_of(fit, layout.get("term_dtype", "float32"))
+            rest = rest - curve @ fit
+        for one in layout["residual_bins"]:
+            part, rest = np.split(rest, [one["num_elements"]])
+            half = 2 ** (one["element_bits"] - 1)
+            scale = float(torch.tensor(max(abs(part).max() / (half - 1), 1e-6)).to(getattr(torch, one["scale_dtype"])))
+            told += floats_of([scale], one["scale_dtype"])
+            told += bits_of([int(np.clip(round(x / scale), -half, half - 1)) + half for x in part], one["element_bits"])
+        rows.append((list(told), list(bits_of(list(entry), width))))
+    columns = zip(("compressed_logprobs", "bytepacked_indices"), zip(*rows, strict=True), strict=True)
+    return {"input_ids": [*line["ids"][:-1], 0], **{name: list(column) for name, column in columns}}
+
+
+def sampled(folder: Path, said: list[Line], layout: dict[str, Any]) -> Path:
+    """A folder of two Parquet files and their configuration, as the sampler leaves it."""
+    folder.mkdir()
+    layout = {"d": 300, "k": K, **layout}
+    (folder / "compression_config.yaml").write_text(yaml.safe_dump(layout), encoding="utf-8")
+    for number, lines in enumerate((said[:20], said[20:])):
+        table = pyarrow.Table.from_pylist([packed(line, layout) for line in lines])
+        parquet.write_table(table, folder / f"data_{number}.parquet")
+    return folder
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_packed_columns_hold_the_answers_that_were_packed(
+    small: Path, said: list[Line], tmp_path: Path, name: str
+) -> None:
+    folder = sampled(tmp_path / "sampled", said, LAYOUTS[name])
+    by_ids = {tuple(line["ids"][:-1]): line for line in said}
+    exact = 0.0
+    for one in read_distillkit(folder, int):
+        line = by_ids[one.ids[:-1]]
+        assert sorted(one.entries) == list(range(1, len(line["ids"])))
+        for place, entry in one.entries.items():
+            wanted = top(line, place, own=False)
+            assert set(entry) == set(wanted)
+            exact = max(exact, *(abs(entry[token] - wanted[token]) for token in wanted))
+    assert exact < {"exact": 1e-6, "curve": 0.02, "bins": 0.05}[name]  # float16 and bfloat16 in the exact part
+    told = import_cache(load_config(overrides=settings(small)), tmp_path / "cache", folder, "distillkit")
+    assert told["missing_rows"] == told["unmatched_records"] == told["unusable_positions"] == 0
+    assert told["signal"]["k"] == K
+
+
+def test_the_legacy_columns_are_read(said: list[Line], tmp_path: Path) -> None:
+    line, width = said[0], 9
+    entries = [top(line, place, own=False) for place in range(1, len(line["ids"]))]
+    row: Line = {"input_ids": line["ids"], "packed_indices": [], "exact_values": [], "coeffs": []}
+    curve = np.stack([1 / np.arange(1.0, 4) ** power for power in range(3)], -1)
+    for entry in entries:
+        tokens, values = list(entry), np.array(list(entry.values()))
+        row["packed_indices"].append([sum(token << (width * place) for place, token in enumerate(tokens))])
+        row["exact_values"].append(values[:3].tolist())
+        row["coeffs"].append(np.linalg.solve(curve, values[3:]).tolist())
+    layout = {"k": K, "exact_k": 3, "polynomial_degree": 2, "vocab_size": 300}
+    (tmp_path / "compression_config.yaml").write_text(yaml.safe_dump(layout), encoding="utf-8")
+    (given,) = read_distillkit(write(tmp_path / "file.jsonl", [row]), int)
+    for place, entry in enumerate(entries, 1):
+        assert given.entries[place] == pytest.approx(entry, abs=1e-6)
+
+
+@pytest.mark.parametrize("change", [{"k": K + 1}, {"exact_k": 2}, {"exact_dtype": "float16"}, {"d": 3000}, {"d": None}])
+def test_packed_columns_that_do_not_fill_their_layout_are_refused(
+    said: list[Line], tmp_path: Path, change: dict[str, Any]
+) -> None:
+    folder = sampled(tmp_path / "sampled", said[:2], EXACT)
+    path = folder / "compression_config.yaml"
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | change), encoding="utf-8")
+    with refused(DataError, "data_0.parquet:1", "compression_config.yaml"):
+        list(read_distillkit(folder, int))
+    path.unlink()
+    with refused(DataError, "sampled", "compression_config.yaml"):
+        list(read_distillkit(folder, int))
+
+
+# -- axolotl -----------------------------------------------------------------------------------------------
+
+
+def axolotl(line: Line, shift: int = 0, *, renormalised: bool = False) -> Line:
+    """As the plugin prepares it: a list for each token, the first filled up, the mask of the labels."""
+    ids, values, masks = [[*range(K)]], [[-math.inf] * K], [[0] * K]
+    for place in range(1, len(line["ids"])):
+        entry = top(line, min(len(line["ids"]) - 1, max(1, place + shift)), own=False)
+        left = math.log(math.fsum(map(math.exp, entry.values()))) if renormalised else 0.0
+        ids.append(list(entry))
+        values.append([value - left for value in entry.values()])
+        masks.append([1] * K)
+    return {"input_ids": line["ids"], "target_token_ids": ids, "target_logprobs": values, "target_mask": masks}
+
+
+def test_columns_of_axolotl_are_read_and_renormalised_ones_must_be_called_so(
+    small: Path, said: list[Line], tmp_path: Path
+) -> None:
+    parquet.write_table(pyarrow.Table.from_pylist([axolotl(line) for line in said]), tmp_path / "file.parquet")
+    config = load_config(overrides=settings(small))
+    told = import_cache(config, tmp_path / "cache", tmp_path / "file.parquet", "axolotl")
+    assert told["missing_rows"] == 0 and told["signal"]["k"] == K
+    path = write(tmp_path / "sums.jsonl", [axolotl(line, renormalised=True) for line in said])
+    with refused(DataError, "sums.jsonl", "teacher.signal.kind=renormalised"):
+        import_cache(config, tmp_path / "sums", path, "axolotl")
+    over = settings(small, teacher__signal__kind="renormalised")
+    assert import_cache(load_config(overrides=over), tmp_path / "sums", path, "axolotl")["missing_rows"] == 0
+
+
+@pytest.mark.parametrize(
+    ("spoil", "word"),
+    [
+        (lambda row: row["target_mask"].pop(), "masks"),
+        (lambda row: row["target_token_ids"][2].__setitem__(0, 9999), "outside the tokenizer"),
+        (lambda row: row["target_token_ids"][2].__setitem__(0, row["target_token_ids"][2][1]), "stands twice"),
+        (lambda row: row["target_logprobs"][2].__setitem__(0, 0.7), "not log-probabilities"),
+        (lambda row: row.__setitem__("kd_temperature", 2.0), "temperature 1"),
+    ],
+)
+def test_what_axolotl_wrote_is_not_believed_either(
+    small: Path, said: list[Line], tmp_path: Path, spoil: Callable[[Line], Any], word: str
+) -> None:
+    rows = [axolotl(line) for line in said]
+    spoil(rows[0])
+    path = write(tmp_path / "file.jsonl", rows)
+    with pytest.raises(DataError, match=word) as caught:
+        import_cache(load_config(overrides=settings(small)), tmp_path / "cache", path, "axolotl")
+    assert caught.value.exit_code == 2 and not (tmp_path / "cache").exists()

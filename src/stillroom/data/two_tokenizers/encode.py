@@ -13,7 +13,7 @@ import numpy.typing as npt
 from stillroom.config.schema import DataConfig
 from stillroom.core.errors import ConfigError
 from stillroom.data.chat import Span, chat_writer
-from stillroom.data.records import Record, Segments, Tally, Turn, Unusable, chat_key
+from stillroom.data.records import Chat, Record, Segments, Tally, Unusable
 from stillroom.data.tokenize import Encoded, Encoder, Ints, TokenizedRecord, Tokenizer, byte_places, end_to_end
 from stillroom.data.two_tokenizers.align import Coverage, Placed, Spans, common_spans, coverage_of, place_tokens
 from stillroom.data.two_tokenizers.token_bytes import TokenBytes
@@ -29,8 +29,8 @@ Range = tuple[int, int, int, int]  # characters [start, end) of the student's te
 class ChatPrint(Protocol):
     """A chat writer that can say where the contents stand."""
 
-    def __call__(self, turns: tuple[Turn, ...], /) -> tuple[Segments, bool]: ...
-    def contents(self, turns: tuple[Turn, ...]) -> list[tuple[tuple[int, bool], Span]]: ...
+    def __call__(self, chat: Chat, /) -> tuple[Segments, bool]: ...
+    def contents(self, chat: Chat) -> list[tuple[tuple[int, bool], Span]]: ...
 
 
 @dataclass(frozen=True)
@@ -52,17 +52,16 @@ class PairedChats:
     train_on_prompt: bool = False
     others: dict[str, OtherChat | None] = field(default_factory=dict)
 
-    def __call__(self, turns: tuple[Turn, ...]) -> tuple[Segments, bool]:
-        segments, has_template = self.student(turns)
-        key = chat_key(turns)
-        if key not in self.others:
-            self.others[key] = self._other(turns, segments)
+    def __call__(self, chat: Chat) -> tuple[Segments, bool]:
+        segments, has_template = self.student(chat)
+        if chat.key not in self.others:
+            self.others[chat.key] = self._other(chat, segments)
         return segments, has_template
 
-    def _other(self, turns: tuple[Turn, ...], segments: Segments) -> OtherChat | None:
+    def _other(self, chat: Chat, segments: Segments) -> OtherChat | None:
         try:
-            other, has_template = self.teacher(turns)
-            places = self.student.contents(turns), self.teacher.contents(turns)
+            other, has_template = self.teacher(chat)
+            places = self.student.contents(chat), self.teacher.contents(chat)
         except Unusable:
             self.tally.counters["unpaired_chats"] += 1
             return None
@@ -284,7 +283,7 @@ class PairEncoder(Encoder):
     def make(two: TwoTokenizers, config: DataConfig, tally: Tally) -> PairEncoder:
         """Make an encoder for both tokenizers. Raise `ConfigError` for one that cannot be used, before data is read."""
         _ = two.tables
-        printers = chat_writer(two.student, tally, config.day), chat_writer(two.teacher, Tally(), config.day)
+        printers = chat_writer(two.student, tally, config), chat_writer(two.teacher, Tally(), config)
         chats = PairedChats(*printers, tally, train_on_prompt=config.train_on_prompt)
         return PairEncoder(two.student, tally, config.bos, keeps_places=True, two=two, chats=chats)
 

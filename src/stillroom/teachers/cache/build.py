@@ -179,7 +179,8 @@ def _check_coverage(cache: Cache, needed: Sequence[NeededRow], place: Path, day:
         where="teacher.cache",
         advice=[
             f"add them, and keep what is there: stillroom cache CONFIG --out {place}",
-            "rows are known by their tokens and targets: data.max_length, data.packing and data.bos change them",
+            "rows are known by their tokens and targets: data.max_length, data.packing, data.bos and data.chat change "
+            "them (--set data.chat=off for records of a prompt and an answer as they stand)",
             "leave teacher.cache out: the teacher then answers live",
         ],
     )
