@@ -42,7 +42,7 @@ _LABELS = "labels"
 _EARLY_FACTOR = 3.0
 _EARLY_RISE = 3.0
 _LEAST_NORM_RISE = math.log(10.0)  # clipping makes a large norm harmless; only a tenfold one counts
-# One or two spikes in a row with a sound student are bad batches; more are ordinary batches at too high a learning rate.
+# One or two spikes in a row with a sound student are bad batches; more are ordinary ones at too high a learning rate.
 # After eight the statistics are outdated: drop them.
 SUSPICIOUS_AFTER = 3
 _RELEARN_AFTER = 8
