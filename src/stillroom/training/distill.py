@@ -20,6 +20,7 @@ from stillroom.core.shortages import explained
 from stillroom.core.types import Detail
 from stillroom.data.chat import prints_day
 from stillroom.data.corpus import row_lengths
+from stillroom.data.sources import refuse_missing
 from stillroom.models import Student
 from stillroom.models.load import not_finite_advice
 from stillroom.parallel import Parallel
@@ -235,6 +236,7 @@ def _run(
 ) -> Result:
     """Load, build, train and finish a run in a claimed folder. `accepts`: with other inputs than before."""
     folder, config = claim.folder, claim.config
+    refuse_missing(*_data_specs(config))  # before the models, which take longer
     saved, mark = newest_state(folder, config, parallel) if claim.is_resumed else (None, None)
     check, stages = InputCheck(saved, accepts, parallel), Stages(Listening(listeners if parallel.is_first else ()))
     with stop.while_loading():
@@ -284,6 +286,15 @@ def _run(
         if saved is not None:
             restore_checkpoint(run, state, saved, takes_other_base=accepts)
         return _train(run, state, models.vocabularies, saved, mark, stop, check.changed)
+
+
+def _data_specs(config: Config) -> list[str]:
+    prompts = config.rollouts.prompts if config.rollouts is not None else "train"
+    return [
+        *(source.path for source in config.data.sources),
+        *([config.data.eval] if config.data.eval is not None else []),
+        *([prompts] if prompts != "train" else []),
+    ]
 
 
 def resume(
