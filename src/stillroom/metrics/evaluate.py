@@ -120,10 +120,10 @@ def assess(
 
     The folder of a run means its student. `questions` is a file of questions to answer, `tasks` are lm-eval's.
     """
-    if isinstance(data, str):
-        refuse_missing(data)  # before the models, which take longer
     benchmarks = open_tasks(tasks)
     asked = read_questions(questions) if questions is not None else []
+    if isinstance(data, str):
+        refuse_missing(data)  # before the models, which take longer
     where = find_device(device)
     names = {"student": model_name(model), **({"teacher": model_name(teacher)} if teacher is not None else {})}
     opened = {role: _opened(name) for role, name in names.items()}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from stillroom.config import Config
-from stillroom.config.load import unread_notes
+from stillroom.config.load import embedded_notes, unread_notes
 from stillroom.config.schema import STRATEGIES
 from stillroom.core.errors import BrokenAtStart, CheckpointUnusable, ConfigError, Fault, StillroomError, is_panic
 from stillroom.core.files import mend, reason_of
@@ -192,7 +192,7 @@ def distill(
             parallel = _join(config)
             device_notes: list[str] = []
             where = find_device(device, device_notes.append)
-            notes = (*notes, *unread_notes(config), *device_notes)
+            notes = (*embedded_notes(config), *notes, *unread_notes(config), *device_notes)
         first = parallel.is_first
         with (
             opened(out) as place,
