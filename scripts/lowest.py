@@ -35,7 +35,10 @@ def lines(project: dict[str, object], wanted: Iterable[str]) -> list[str]:
     """The constraints of a `[project]` table with these extras."""
     extras: dict[str, list[str]] = project.get("optional-dependencies", {})  # type: ignore[assignment]
     named = [*project["dependencies"], *(line for extra in wanted for line in extras[extra])]  # type: ignore[misc]
-    return sorted({f"{name}=={version}" for name, version in lowest(named, extras, str(project["name"]))})
+    found = set(lowest(named, extras, str(project["name"])))
+    if len(dict(found)) < len(found):
+        raise ValueError(f"a package has two lowest versions: {sorted(found)}")
+    return [f"{name}=={version}" for name, version in sorted(found)]
 
 
 def main() -> None:

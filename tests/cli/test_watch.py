@@ -8,12 +8,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from commands import output, run
 from synthetic import write_run
 
+from stillroom.cli.inspect import _show_new
 from stillroom.telemetry.events import EventLog
+from stillroom.telemetry.record import Follower
 
 
 def watching(folder: Path, *words: str) -> subprocess.Popen[str]:
@@ -33,6 +37,37 @@ def test_of_a_long_past_the_start_and_the_latest_are_shown(tmp_path: Path, capsy
     assert "earlier events are not shown" in text
     assert "builtin:teacher" in text, "the start of the run is shown all the same"
     assert "step 600" in text and "step 100 " not in text
+
+
+@pytest.mark.parametrize("num_steps", [20, 300])
+def test_of_a_resumed_run_one_start_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_steps: int
+) -> None:
+    folder = write_run(tmp_path / "run", num_steps=num_steps)
+    log = folder / "events.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    start = next(line for line in lines if '"run_start"' in line)
+    log.write_text("".join([*lines[:-30], start, *lines[-30:]]))
+    assert output(capsys, "watch", str(folder), "--no-wait").count("training data") == 1
+
+
+def test_what_was_shown_before_a_resume_is_not_shown_again(tmp_path: Path) -> None:
+    shown: list[Any] = []
+    view: Any = SimpleNamespace(handle=lambda event: shown.append(event.get("step")))
+    path = tmp_path / "events.jsonl"
+    follower = Follower(path)
+
+    def write(*steps: int) -> None:
+        with EventLog(path, keep_until_step=steps[0] - 1) as log:
+            log.write("run_start")
+            for step in steps:
+                log.write("step", step=step)
+
+    write(1, 2, 3)
+    _show_new(follower, view, is_first=True)
+    write(2, 3)
+    _show_new(follower, view, is_first=False)
+    assert shown == [None, 1, 2, 3, None, 2, 3]
 
 
 def test_a_run_that_goes_on_can_be_looked_at_without_waiting(

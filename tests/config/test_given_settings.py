@@ -13,11 +13,12 @@ import pytest
 import tiny
 
 import stillroom
-from stillroom.config import load, load_config, preset_names
+from stillroom.config import load, load_config, preset_names, preset_text
 from stillroom.config.load import (
     DIVERGENCE_SETTINGS,
     RULES,
     all_keys,
+    embedded_notes,
     is_hub_id,
     refuse_gaps,
     refuse_unread,
@@ -273,6 +274,17 @@ def test_toys_alone_a_preset_that_names_them_and_a_whole_run_have_no_gap(
 ) -> None:
     config = load_config(preset=preset, overrides=overrides)
     assert refuse_gaps(config) is None  # raises where there is a gap
+
+
+def test_embedded_parts_that_nobody_named_are_noted(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(preset_text("base"))
+    keys = ["teacher.model", "student.model", "data.train"]
+    (note,) = embedded_notes(load_config(file))
+    assert all(key in note for key in keys)
+    (note,) = embedded_notes(load_config(file, overrides={"student.model": "builtin:student"}))
+    assert [key in note for key in keys] == [True, False, True]
+    assert not embedded_notes(load_config(preset="demo"))
 
 
 def test_a_configuration_with_a_gap_is_refused_from_python_too(tmp_path: Path) -> None:

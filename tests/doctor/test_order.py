@@ -147,6 +147,16 @@ def test_one_refused_batch_or_one_without_targets_is_a_hint() -> None:
     assert {one.cause: one.severity for one in findings} == {"masked_out_data": "hint", "refused_batches": "hint"}
 
 
+@pytest.mark.parametrize(("num_refused", "cause"), [(2, "refused_batches"), (8, "rate_too_high")])
+def test_ordinary_batches_refused_in_a_row_are_blamed_on_the_rate(num_refused: int, cause: str) -> None:
+    reason = "kd 4 stands above 3, far outside the last 50 steps"
+    skips = [{"event": "guard", "step": 10, "action": "skip", "reason": reason}] * num_refused
+    steps = (step(number) for number in range(1, 10))
+    first = diagnose(case(*steps, *skips, config={"train": {"learning_rate": 0.01}}))[0]
+    assert first.cause == cause
+    assert first.setting == ("train.learning_rate=0.001" if cause == "rate_too_high" else "")
+
+
 @pytest.mark.parametrize(("samples", "is_dead"), [([1.0], False), ([1.0, 1.0], True), ([1.0, 0.0], False)])
 def test_gradients_are_called_zero_only_by_more_than_the_first_sample(samples: list[float], is_dead: bool) -> None:
     steps = [step(number, zero_gradient_fraction=share) for number, share in enumerate(samples, start=1)]

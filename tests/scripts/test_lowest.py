@@ -37,6 +37,11 @@ def test_a_requirement_without_one_lower_bound_is_refused(script: Any, requireme
         script.lines({"name": "still", "dependencies": [requirement]}, [])
 
 
+def test_a_package_with_two_lower_bounds_is_refused(script: Any) -> None:
+    with pytest.raises(ValueError, match="torch"):
+        script.lines({"name": "still", "dependencies": ["torch>=2.6", "torch>=2.7"]}, [])
+
+
 def test_every_dependency_of_the_package_declares_its_lowest_version(script: Any) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     found = script.lines(project, project["optional-dependencies"])

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from refusals import refused
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stillroom.config import load_config
-from stillroom.core.errors import Interrupted
+from stillroom.core.errors import DataError, Interrupted
+from stillroom.metrics.evaluate import assess
 from stillroom.telemetry import EVAL_KEYS, STEP_KEYS, read_events
 from stillroom.telemetry.events import problems
 from stillroom.training.distill import distill, resume
@@ -212,6 +214,17 @@ def test_labels_alone_never_load_the_teacher(world: Path, tmp_path: Path) -> Non
     assert "teacher" not in result.summary
     steps = [e for e in read_events(result.folder / "events.jsonl") if e["event"] == "step"]
     assert set(steps[0]["terms"]) == {"ce"}, "a term whose weight is 0 is not computed"
+
+
+@pytest.mark.parametrize("key", ["data__train", "data__eval", "rollouts__prompts"])
+def test_data_that_is_not_there_is_found_before_a_model_is_loaded(world: Path, tmp_path: Path, key: str) -> None:
+    missing = str(tmp_path / "nothing.jsonl")
+    over: dict[str, Any] = {"teacher__model": str(tmp_path / "no_model"), "student__model": str(tmp_path / "no_model")}
+    over |= {"rollouts__max_new_tokens": 8} if key == "rollouts__prompts" else {}
+    with refused(DataError, "", missing):
+        run(world, tmp_path / "run", **over, **{key: missing})
+    with refused(DataError, "", missing):
+        assess(str(tmp_path / "no_model"), missing)
 
 
 def test_a_student_from_a_configuration_depends_on_the_seed_alone(world: Path, tmp_path: Path) -> None:

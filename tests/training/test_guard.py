@@ -120,7 +120,7 @@ def test_too_many_refusals_in_a_row_end_with_21() -> None:
 def test_a_new_normal_is_learned_instead_of_refused_for_ever() -> None:
     """A level shift that lasts is the run, not the data: the statistics must follow it."""
     guard = settled()
-    actions = []
+    verdicts = []
     for _ in range(12):
         seen = evidence(4.0, 2.0)
         verdict = guard.judge(seen)
@@ -128,8 +128,10 @@ def test_a_new_normal_is_learned_instead_of_refused_for_ever() -> None:
             verdict = guard.diagnose(seen, verdict.reason, SOUND)
         if verdict.action == "keep":
             guard.accept(seen)
-        actions.append(verdict.action)
-    assert actions == ["skip"] * 8 + ["keep"] * 4
+        verdicts.append(verdict)
+    assert [one.action for one in verdicts] == ["skip"] * 8 + ["keep"] * 4
+    blames_rate = ["train.learning_rate" in one.reason for one in verdicts]
+    assert blames_rate == [False] * 2 + [True] * 7 + [False] * 3, "so many batches in a row are not at fault"
 
 
 def test_a_fixed_bound_on_the_norm_refuses_only_where_it_is_set() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 import time
 from collections import deque
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -218,10 +217,9 @@ def watch(
 
 def _follow(follower: Follower, view: ConsoleView, run: Path, *, waits: bool) -> None:
     """Show events until the run ends or nobody reads; without `waits`, those that are there."""
-    num_restarts, is_first = 0, True
+    is_first = True
     while True:
-        last = _show_new(follower, view, only_late=is_first or follower.num_restarts > num_restarts)
-        num_restarts = follower.num_restarts
+        last = _show_new(follower, view, is_first=is_first)
         if last == "run_end":
             _finish(view, run)
             return
@@ -233,24 +231,30 @@ def _follow(follower: Follower, view: ConsoleView, run: Path, *, waits: bool) ->
         time.sleep(_WATCH_SECONDS)
 
 
-def _show_new(follower: Follower, view: ConsoleView, *, only_late: bool) -> str:
-    """Show the new events and return the kind of the last. `only_late`: of many, the start and the latest."""
-    shown: Iterable[Event] = follower.new_events()
-    if only_late:
-        late: deque[Event] = deque(maxlen=_LATE_EVENTS)
-        start, num_events = None, 0
-        for event in shown:
-            start = event if event.get("event") == "run_start" else start
-            late.append(event)
-            num_events += 1
-        if num_events > len(late):
-            view.handle(start or {})
-            view.handle({"event": "note", "text": f"{num_events - len(late):,} earlier events are not shown"})
-        shown = late
+def _show_new(follower: Follower, view: ConsoleView, *, is_first: bool) -> str:
+    """Show the new events and return the kind of the last. Of many, the latest; of several starts, the last.
+
+    A resumed run replaces its log: what stands before its last start was shown already, unless this `is_first`.
+    """
+    late: deque[Event] = deque(maxlen=_LATE_EVENTS)
+    num_restarts, num_events, start = follower.num_restarts, 0, None
+    for event in follower.new_events():
+        if event.get("event") == "run_start":
+            start = event
+            if not is_first and follower.num_restarts > num_restarts:
+                late.clear()
+                num_events = 0
+        late.append(event)
+        num_events += 1
+    if start is not None and not any(event is start for event in late):
+        view.handle(start)
+    if num_events > len(late):
+        view.handle({"event": "note", "text": f"{num_events - len(late):,} earlier events are not shown"})
     kind = ""
-    for event in shown:
-        view.handle(event)
+    for event in late:
         kind = str(event.get("event"))
+        if kind != "run_start" or event is start:
+            view.handle(event)
     return kind
 
 

@@ -708,12 +708,8 @@ def refuse_gaps(config: Config, *, also: frozenset[str] = frozenset(), roles: tu
     """
     given = {role for role, (key, _option) in ROLES.items() if role in also or _is_users_own(config, key)}
     given |= {"teacher.server"} & config.given
-    if not given:
-        return
-    is_cut = config.student.init == "shrink"
-    needed = {"teacher": is_cut or config.objectives.asks_teacher, "student": not is_cut, "data": True}
-    missing = [role for role in roles if needed[role] and role not in also and not _is_named(config, ROLES[role][0])]
-    if missing:
+    missing = [role for role in _unnamed(config, roles) if role not in also]
+    if given and missing:
         raise ConfigError(
             f"{' and '.join(missing)} not given: your {' and '.join(sorted(given))} would be used with the embedded "
             "demo models and text",
@@ -729,6 +725,22 @@ def refuse_gaps(config: Config, *, also: frozenset[str] = frozenset(), roles: tu
 
 
 _TOYS = {"teacher": "builtin:teacher", "student": "builtin:student", "data": "builtin:stdlib"}
+
+
+def embedded_notes(config: Config) -> tuple[str, ...]:
+    """A note where parts of a run are embedded ones because nobody named any."""
+    missing = _unnamed(config, tuple(ROLES))
+    if not missing:
+        return ()
+    keys, toys = (", ".join(names) for names in zip(*((ROLES[one][0], _TOYS[one]) for one in missing), strict=True))
+    return (f"this trains the embedded demo models and text ({toys}): for your own set {keys}",)
+
+
+def _unnamed(config: Config, roles: tuple[str, ...]) -> list[str]:
+    """The parts that a run needs and that neither the user nor a preset names."""
+    is_cut = config.student.init == "shrink"
+    needed = {"teacher": is_cut or config.objectives.asks_teacher, "student": not is_cut, "data": True}
+    return [role for role in roles if needed[role] and not _is_named(config, ROLES[role][0])]
 
 
 def _is_users_own(config: Config, key: str) -> bool:

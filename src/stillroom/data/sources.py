@@ -538,6 +538,15 @@ def is_files(spec: str) -> bool:
     return is_url(spec) or (not spec.startswith(HUB_PREFIX) and not is_saved(Path(spec).expanduser()))
 
 
+def refuse_missing(*specs: str) -> None:
+    """Raise if a spec names an embedded corpus or files that are not there. Read nothing, and ask no hub or store."""
+    for spec in specs:
+        if spec.startswith(BUILTIN_PREFIX):
+            _builtin_name(spec)
+        elif not is_url(spec) and is_files(spec):
+            locate(spec)
+
+
 def read_spec(
     spec: str, tally: Tally, *, is_evaluation: bool = False, streams: bool = False, columns: Collection[str] = ()
 ) -> Iterator[Item]:
@@ -685,14 +694,19 @@ _WITH_TOPICS = ("stdlib", "stdlib-docs")
 _OWN_ROOT = Path(stdlib.__file__).resolve().parent.parent
 
 
-def embedded_records(spec: str, *, train_on_prompt: bool) -> tuple[list[Record], bool]:
-    """All records of an embedded corpus, and whether they come from the standard library."""
+def _builtin_name(spec: str) -> str:
     name = spec.removeprefix(BUILTIN_PREFIX)
     if name not in _BUILTINS:
         near = difflib.get_close_matches(name, _BUILTINS, n=1)
         advice = [f"did you mean {BUILTIN_PREFIX}{near[0]}"] if near else []
         specs = ", ".join(f"{BUILTIN_PREFIX}{builtin}" for builtin in _BUILTINS)
         raise DataError(f"there is no embedded corpus {spec!r}", advice=[*advice, f"the embedded ones are {specs}"])
+    return name
+
+
+def embedded_records(spec: str, *, train_on_prompt: bool) -> tuple[list[Record], bool]:
+    """All records of an embedded corpus, and whether they come from the standard library."""
+    name = _builtin_name(spec)
     documents = list(_BUILTINS[name](train_on_prompt))
     is_stdlib = bool(documents)
     if not is_stdlib:

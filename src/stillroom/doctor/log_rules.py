@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -40,6 +41,7 @@ from stillroom.telemetry.wording import (
     section,
 )
 from stillroom.telemetry.wording import section as mapping
+from stillroom.training.guard import SUSPICIOUS_AFTER
 
 NUM_CITED = 5  # steps named in a finding
 _INJECTED = re.compile(r"injected (\w+) at step (\d{1,9})\b")
@@ -539,7 +541,8 @@ def rate_too_high(case: Case) -> Finding | None:
     astray = [event for event in case.guards if "canary loss" in str(event.get("reason"))]
     before, last, rise = case.nll_before, case.nll_last, _rise(case)
     is_worse = before is not None and last is not None and last > before + LITTLE_GAIN and case.last_step >= TRIAL_STEPS
-    if not astray and not (is_worse and not case.is_live) and rise is None:
+    spikes, in_a_row = _spikes_in_a_row(case)
+    if not astray and not (is_worse and not case.is_live) and rise is None and in_a_row < SUSPICIOUS_AFTER:
         return None
     rate, bound = case.number("train.learning_rate"), case.number("train.max_grad_norm", 1.0)
     norms = numbers(case.attempts, "grad_norm")
@@ -550,6 +553,8 @@ def rate_too_high(case: Case) -> Finding | None:
         parts.append(f"held-out loss {last:.3g} after the last step, {before:.3g} before training")
     if rise is not None:
         parts.append(f"training loss rose from {rise[0]:.3g} to {rise[1]:.3g}")
+    if in_a_row >= SUSPICIOUS_AFTER:
+        parts.append(f"{in_a_row} batches in a row had losses far above those before, while the student was sound")
     if norms:
         clipped = mean([float(norm > bound) for norm in norms])
         parts.append(f"gradients were clipped in {format_percent(clipped, 0)} of the steps")
@@ -558,9 +563,22 @@ def rate_too_high(case: Case) -> Finding | None:
         f"at a peak rate of {format_lr(rate)}: " + "; ".join(parts),
         "lower the learning rate, or warm up for longer",
         f"train.learning_rate={rate / 10:.2g}",
-        steps=cited(astray) or case.span,
-        numbers={"learning_rate": rate, "runaways": len(astray), "nll_before": before, "nll_last": last},
+        steps=cited(astray or spikes) or case.span,
+        numbers={
+            "learning_rate": rate,
+            "runaways": len(astray),
+            "in_a_row": in_a_row,
+            "nll_before": before,
+            "nll_last": last,
+        },
     )
+
+
+def _spikes_in_a_row(case: Case) -> tuple[list[Event], int]:
+    """The batches refused for finite losses, and how many of them at most at one step: a skip does not advance it."""
+    skips = [event for event in case.guards if event.get("action") == "skip"]
+    spikes = [event for event in skips if "far outside the last" in str(event.get("reason"))]
+    return spikes, max(Counter(event.get("step") for event in spikes).values(), default=0)
 
 
 def _rise(case: Case) -> tuple[float, float] | None:

@@ -13,6 +13,7 @@ import torch
 from stillroom.config.schema import DataConfig, TeacherConfig
 from stillroom.core.errors import ConfigError, DataError
 from stillroom.data import Bos, Corpus, fixed_batches, open_eval, open_held_out
+from stillroom.data.sources import refuse_missing
 from stillroom.data.two_tokenizers.align import Coverage
 from stillroom.metrics.cost import cost_of
 from stillroom.metrics.lm_eval import open_tasks
@@ -121,6 +122,8 @@ def assess(
     """
     benchmarks = open_tasks(tasks)
     asked = read_questions(questions) if questions is not None else []
+    if isinstance(data, str):
+        refuse_missing(data)  # before the models, which take longer
     where = find_device(device)
     names = {"student": model_name(model), **({"teacher": model_name(teacher)} if teacher is not None else {})}
     opened = {role: _opened(name) for role, name in names.items()}

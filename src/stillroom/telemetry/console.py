@@ -11,6 +11,7 @@ import html
 import importlib
 import math
 import os
+import shutil
 import sys
 import textwrap
 import time
@@ -48,8 +49,7 @@ ConsoleMode = Literal["auto", "plain", "quiet"]
 _FIRST_STEPS = 5  # whose components are printed in full, with `verbose`
 LONG_SECONDS = 3.0  # a stage that takes longer is announced in a pipe too
 LINE_SECONDS = 60.0  # between two lines of progress in a pipe
-LINE_WIDTH = 100  # prose is wrapped here; lines of numbers are shorter
-ERROR_WIDTH = 80
+ERROR_WIDTH = 80  # on a terminal
 REDRAW_SECONDS = 0.1
 NOTEBOOK_SECONDS = 0.5  # each update is a message to the browser
 CURVE_POINTS = 400  # of a notebook's curve: more than pixels show
@@ -113,7 +113,8 @@ class PlainScreen:
         self._stage = ""  # that a line was written for
 
     def lines(self, lines: list[str], *, wraps: bool = True) -> None:
-        self._write([part for line in lines for part in (_wrapped(line, LINE_WIDTH) if wraps else [line])])
+        width = _columns(self._stream) if wraps else None
+        self._write([part for line in lines for part in ([line] if width is None else _wrapped(line, width))])
 
     def step(self, moment: Moment) -> None:
         if moment.is_due or moment.components or time.monotonic() - self._step_at >= LINE_SECONDS:
@@ -475,19 +476,25 @@ class UpdatedDisplay:
 def render_error(error: StillroomError, stream: TextIO | None = None) -> None:
     """Show an error: what happened, where, what to try, and the exit code."""
     out = stream or sys.stderr
-    parts = [error.title, "", *_labelled("what", error.what)]
-    if error.where:
-        parts += _labelled("where", error.where)
-    for index, advice in enumerate(error.advice):
-        parts += _labelled("try" if index == 0 else "or", advice.removeprefix("or "))
+    rows = [("what", error.what), *([("where", error.where)] if error.where else [])]
+    rows += [("try" if index == 0 else "or", text.removeprefix("or ")) for index, text in enumerate(error.advice)]
+    columns = _columns(out)
+    parts = [error.title, "", *(line for row in rows for line in _labelled(*row, columns))]
     parts += ["", f"exit code {error.exit_code}"]
     out.write("\n".join(_printable(part, out) for part in parts) + "\n")
     out.flush()
 
 
-def _labelled(label: str, text: str) -> list[str]:
-    paragraphs = clean(text, keep_lines=True).splitlines() or [""]
-    lines = [line for paragraph in paragraphs for line in textwrap.wrap(paragraph, ERROR_WIDTH - 9) or [""]]
+def _columns(stream: TextIO) -> int | None:
+    """The width of a terminal. None for a file or a pipe: there a sentence stays one line, which grep finds whole."""
+    return shutil.get_terminal_size().columns if stream.isatty() else None
+
+
+def _labelled(label: str, text: str, columns: int | None) -> list[str]:
+    lines = clean(text, keep_lines=True).splitlines() or [""]
+    if columns is not None:
+        width = max(min(columns, ERROR_WIDTH) - 9, 20)
+        lines = [part for line in lines for part in textwrap.wrap(line, width) or [""]]
     return [f"  {label if index == 0 else '':<5}  {line}" for index, line in enumerate(lines)]
 
 

@@ -298,9 +298,11 @@ def _shape(event: Fields, key: str) -> str:
 
 
 def step_counters(event: Fields, skipped: int) -> list[str]:
-    """Loss, terms and counters of a step. Terms are weighted, so that they add up to the loss."""
+    """Loss, terms and counters of a step. Terms are raw means; a weight that is not 1 follows: `ce 3.804 (x0.5)`."""
     counters = [f"loss {show(event, 'train_loss', format_loss)}"]
-    counters += [f"{clean(name)} {show(term, 'scaled', format_loss)}" for name, term in _active_terms(event)]
+    for name, term in _active_terms(event):
+        weight = "" if term.get("weight") == 1 else f" (x{show(term, 'weight', _short)})"
+        counters.append(f"{clean(name)} {show(term, 'raw', format_loss)}{weight}")
     counters.append(f"lr {show(event, 'lr', format_lr)}")
     counters.append(f"grad {show(event, 'grad_norm', format_norm)}")
     counters.append(f"skipped {skipped}")

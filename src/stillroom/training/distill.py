@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from stillroom.config import Config
-from stillroom.config.load import unread_notes
+from stillroom.config.load import embedded_notes, unread_notes
 from stillroom.config.schema import MOST_FLOAT, STRATEGIES
 from stillroom.core.errors import BrokenAtStart, CheckpointUnusable, ConfigError, Fault, StillroomError, is_panic
 from stillroom.core.files import mend, reason_of
@@ -20,6 +20,7 @@ from stillroom.core.shortages import explained
 from stillroom.core.types import Detail
 from stillroom.data.chat import prints_day
 from stillroom.data.corpus import row_lengths
+from stillroom.data.sources import refuse_missing
 from stillroom.models import Student
 from stillroom.models.load import not_finite_advice
 from stillroom.parallel import Parallel
@@ -246,7 +247,7 @@ def steps(
             parallel = _join(config)
             device_notes: list[str] = []
             where = find_device(device, device_notes.append)
-            notes = (*notes, *unread_notes(config), *device_notes)
+            notes = (*embedded_notes(config), *notes, *unread_notes(config), *device_notes)
         first = parallel.is_first
         with (
             opened(out) as place,
@@ -318,6 +319,7 @@ def _run(
 ) -> Generator[Step, None, Result]:
     """Load, build, train and finish a run in a claimed folder. `accepts`: with other inputs than before."""
     folder, config = claim.folder, claim.config
+    refuse_missing(*_data_specs(config))  # before the models, which take longer
     saved, mark = newest_state(folder, config, parallel) if claim.is_resumed else (None, None)
     check, stages = InputCheck(saved, accepts, parallel), Stages(Listening(listeners if parallel.is_first else ()))
     with stop.while_loading():
@@ -368,6 +370,15 @@ def _run(
             restore_checkpoint(run, state, saved, takes_other_base=accepts)
             state.is_finished &= not extends  # a run that stopped early continues too
         return (yield from _train(run, state, models.vocabularies, saved, mark, stop, check.changed))
+
+
+def _data_specs(config: Config) -> list[str]:
+    prompts = config.rollouts.prompts if config.rollouts is not None else "train"
+    return [
+        *(source.path for source in config.data.sources),
+        *([config.data.eval] if config.data.eval is not None else []),
+        *([prompts] if prompts != "train" else []),
+    ]
 
 
 def resume(

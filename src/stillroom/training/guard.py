@@ -42,8 +42,11 @@ _LABELS = "labels"
 _EARLY_FACTOR = 3.0
 _EARLY_RISE = 3.0
 _LEAST_NORM_RISE = math.log(10.0)  # clipping makes a large norm harmless; only a tenfold one counts
-# After so many spikes in a row with a sound student, the statistics are outdated: drop them.
+# One or two spikes in a row with a sound student are bad batches; more are ordinary ones at too high a learning rate.
+# After eight the statistics are outdated: drop them.
+SUSPICIOUS_AFTER = 3
 _RELEARN_AFTER = 8
+_RATE = "train.learning_rate is probably too high"
 _CANARY_RISE = 0.10
 # A canary loss this far above its best means a diverged student, even if no step was a spike. A pretrained student at a
 # high learning rate loses a few tenths of a nat at first; it does not recover from half its loss and at least 1 nat.
@@ -143,11 +146,14 @@ class Guard:
         if math.isfinite(evidence.loss) and math.isfinite(evidence.grad_norm):
             if self.consecutive_spikes >= _RELEARN_AFTER:
                 self.forget()
-                finding = f"{self.consecutive_spikes} in a row and the student is sound: a new normal"
-                return Verdict("keep", f"{reason}; {finding}")
+                finding = f"{self.consecutive_spikes} batches in a row were refused and the student is sound"
+                return Verdict("keep", f"{reason}; {finding}: {_RATE}, and the statistics begin again")
             if not self._loss_spike(evidence):  # a steep place on ordinary text; clipping bounds the step
                 return Verdict("keep", f"{reason}; the student is sound and the losses are ordinary: it is clipped")
             self.consecutive_spikes += 1
+            if self.consecutive_spikes >= SUSPICIOUS_AFTER:
+                in_a_row = f"the student is sound and this is refused batch {self.consecutive_spikes} in a row"
+                return self._refuse(f"{reason}; {in_a_row}: {_RATE}", evidence)
         return self._refuse(f"{reason}; the student is sound, so the batch is at fault", evidence)
 
     def accept(self, evidence: Evidence) -> None:

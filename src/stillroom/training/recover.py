@@ -557,8 +557,11 @@ def _advice(run: Run, step: int, evidence: Evidence | None = None) -> list[str]:
         advice.append("FP16 overflows in the student itself: --precision fp32, or bf16-mixed if the GPU has it")
     if evidence is not None and not math.isfinite(evidence.terms.get("ce", 0.0)):
         advice.append("the student's own logits are not finite: lower train.learning_rate by a factor of ten")
+    rate = run.config.train.learning_rate
+    is_spike = evidence is not None and math.isfinite(evidence.loss) and math.isfinite(evidence.grad_norm)
+    why = f"losses are finite and too high, so {rate:g} is probably too high a rate: " if is_spike else ""
     return [
         *advice,
-        "lower the learning rate: --set train.learning_rate=...",
+        f"{why}lower the learning rate: --set train.learning_rate={rate / 10:.2g}",
         "look at the batches that were set aside, in quarantine/",
     ]
