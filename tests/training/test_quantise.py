@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import tiny
 import torch
@@ -20,6 +22,7 @@ from stillroom.export.folder import export
 from stillroom.models.coded import BlockLinear
 from stillroom.models.gguf import packed_network
 from stillroom.precision.blocks import rounded
+from stillroom.training import loop
 from stillroom.training.distill import distill, resume
 from stillroom.training.loop import Stop
 
@@ -65,6 +68,38 @@ def test_a_killed_run_resumes_bit_for_bit(
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.parametrize("best", [4, 0])
+def test_a_file_of_searched_codes_is_what_was_trained_and_resumed(
+    best: int, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search does not give weights that are rounded already their codes back: the best student's are kept."""
+    pytest.importorskip("xllamacpp")
+    if best == 0:
+        monkeypatch.setattr(loop, "is_better", lambda _result, state: state.best_step < 0)
+    wide = families.build("llama", hidden_size=256, intermediate_size=256, num_hidden_layers=1, vocab_size=tiny.VOCAB)
+    wide.save_pretrained(tmp_path / "wide")
+    tiny.tokenizer().save_pretrained(tmp_path / "wide")
+    over = {"student__model": str(tmp_path / "wide"), "student__quantise": "q5_k_m", "train__max_steps": 4}
+    whole = trained(world, tmp_path / "whole", **over)
+    assert whole.summary["best_step"] == best
+    done = export(str(whole.folder), tmp_path / "out", format="gguf", form="q5_k_m")
+    assert done.rounded_largest == 0.0 and set(done.weights) >= {"q5_k", "q6_k"}
+    same = (whole.summary[name]["perplexity"] for name in ("student", "student_before"))
+    assert (best == 0) == (next(same) == next(same))
+    wanted = iter([False, False, True])
+    with monkeypatch.context() as patch:
+        patch.setattr(Stop, "is_wanted", lambda _self: next(wanted, False))
+        with pytest.raises(Interrupted):
+            trained(world, tmp_path / "parts", **over)
+    parts = resume(tmp_path / "parts", device="cpu")
+    names = [path.name for path in (whole.folder / "student").iterdir()]
+    same = filecmp.cmpfiles(whole.folder / "student", parts.folder / "student", names, shallow=False)
+    assert sorted(same[0]) == sorted(names)
+    (parts.folder / "student" / "gguf.codes").write_bytes(b"damaged")
+    again = export(str(parts.folder), tmp_path / "again", format="gguf", form="q5_k_m")
+    assert any("gguf.codes" in note for note in again.notes)
+
+
 def test_exceptions_are_kept_wider(world: Path, tmp_path: Path) -> None:
     kept = {"*.down_proj.weight": "float32"}
     result = trained(world, tmp_path / "run", student__quantise_layers=kept, train__max_steps=2)
@@ -91,7 +126,7 @@ def test_without_a_teacher_the_unquantised_student_teaches(world: Path) -> None:
     "over",
     [
         {"precision__mode": "fp16-master"},
-        {"student__quantise": "q4_k_m"},
+        {"student__quantise": "q3_k"},
         {"student__quantise": "", "student__quantise_layers": {"q_proj": "q8_0"}},
         {"student__adapter": {"rank": 2}},
         {"student__quantise_layers": {"nothing": "q8_0"}},
@@ -109,7 +144,7 @@ def test_the_command_compares_original_rounded_and_trained(world: Path, tmp_path
         output(capsys, "quantise", str(world / "student"), *words, *sizes, "--set", "eval.samples=0", "--json")
     )
     assert said["original"]["kl"] == 0.0 < said["rounded"]["kl"] and Path(said["file"]).is_file()
-    code, _out, _err = run(capsys, "quantise", str(world / "student"), *words, "--to", "q4_k_m")
+    code, _out, _err = run(capsys, "quantise", str(world / "student"), *words, "--to", "q3_k")
     assert code == 2
 
 

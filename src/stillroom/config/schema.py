@@ -418,6 +418,7 @@ class RouterConfig(Section):
 
 
 Blocks = Literal["q4_0", "q4_1", "q5_0", "q5_1", "q8_0"]  # of GGUF, rounded here
+Recipes = Literal[Blocks, "q4_k_m", "q5_k_m", "q6_k"]  # the others by llama.cpp's library
 
 
 class TeacherConfig(ModelSection):
@@ -590,10 +591,11 @@ class StudentConfig(ModelSection):
     adapter: AdapterConfig | None = Field(
         None, description="train an adapter and leave the student's own weights alone"
     )
-    quantise: Literal["", Blocks] = Field(
+    quantise: Literal["", Recipes] = Field(
         "",
         description="train with weights rounded as a GGUF file of this format rounds them, so that the file is what "
-        "was trained; the teacher is the unquantised student unless one is given",
+        "was trained; the teacher is the unquantised student unless one is given. q4_k_m, q5_k_m and q6_k need "
+        "stillroom[llamacpp] and round ten times as slowly",
     )
     quantise_layers: dict[str, str] = Field(
         default_factory=dict,
