@@ -14,7 +14,6 @@ from torch.nn import functional
 from stillroom.core.errors import BrokenAtStart
 from stillroom.precision.blocks import FORMATS, decode, encode, row_bytes
 
-
 # What a weight is: numbers, codes with a scale for each output, codes of a block format, or codes with their decoder.
 How = Tensor | str | Callable[[Tensor], Tensor] | None
 
