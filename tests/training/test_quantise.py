@@ -13,6 +13,7 @@ import pytest
 import tiny
 import torch
 from commands import output, run
+from process_jobs import Ended, commands, losses, wait_for
 from refusals import refused
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -147,6 +148,23 @@ def test_the_command_compares_original_rounded_and_trained(world: Path, tmp_path
     assert said["original"]["kl"] == 0.0 < said["rounded"]["kl"] and Path(said["file"]).is_file()
     code, _out, _err = run(capsys, "quantise", str(world / "student"), *words, "--to", "q3_k")
     assert code == 2
+
+
+def test_two_processes_train_the_rounded_student_of_one_and_shards_are_refused(world: Path, tmp_path: Path) -> None:
+    def both(out: Path, **over: Any) -> list[Ended]:
+        given = tiny.settings(world, student__quantise="q4_0", train__max_steps=3, eval__samples=0, **over)
+        words = [word for key, value in given.items() for word in ("--set", f"{key}={value}")]
+        asked = ["distill", "--out", str(out), "--device", "cpu", "--no-progress", *words]
+        return wait_for(commands([asked, asked]))
+
+    ends = both(tmp_path / "two", train__strategy="ddp")
+    assert [ended.code for ended in ends] == [0, 0], ends
+    one = trained(world, tmp_path / "one", train__max_steps=3, train__gradient_accumulation_steps=2)
+    assert losses(tmp_path / "two", "train_loss") == pytest.approx(losses(one.folder, "train_loss"), rel=1e-4)
+    found = weights_of(tmp_path / "two")
+    assert all(torch.equal(one, rounded(one, "q4_0")) for name, one in found.items() if name.endswith("proj.weight"))
+    ends = both(tmp_path / "shards", train__strategy="fsdp")
+    assert [ended.code for ended in ends] == [2, 2] and "student.quantise" in ends[0].err, ends
 
 
 # -- frozen layers as codes ------------------------------------------------------------------------------------
