@@ -11,7 +11,7 @@ from refusals import refused
 
 from stillroom.core.errors import ConfigError
 from stillroom.precision import AdamW, ParameterGroup
-from stillroom.precision.blocks import FORMATS, block_types, decode, encode, rounded
+from stillroom.precision.blocks import FORMATS, block_types, decode, encode, llama_cpp, rounded
 from stillroom.precision.storage import Rounded
 
 SIMPLE = [name for name, form in FORMATS.items() if form.levels]
@@ -66,6 +66,13 @@ def test_threads_find_the_codes_of_one_search(kind: str) -> None:
         assert torch.equal(encode(values, kind), once)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_without_llama_cpp_its_formats_are_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    llama_cpp.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    with refused(ConfigError, "student.quantise", "stillroom[llamacpp]"):
+        rounded(weights(), "q4_k")
 
 
 def test_a_weight_that_is_not_finite_stays_so_for_the_guard_to_see() -> None:

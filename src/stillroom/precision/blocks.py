@@ -335,7 +335,7 @@ def llama_cpp() -> ctypes.CDLL:
     except (IndexError, OSError, AttributeError) as error:
         raise ConfigError(
             "the formats q4_k_m, q5_k_m and q6_k are rounded by llama.cpp's library, which is not installed",
-            where="--quantise",
+            where="--quantise, student.quantise",
             advice=["pip install 'stillroom[llamacpp]'", "q4_0, q4_1, q5_0, q5_1 and q8_0 need nothing more"],
         ) from error
     quantise.restype = ctypes.c_size_t
