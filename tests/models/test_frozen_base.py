@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from stillroom.config.schema import AdapterConfig
 from stillroom.core.errors import BrokenAtStart
-from stillroom.models.coded import CodedLinear, WidenedLinear, widened
+from stillroom.models.coded import CodedLinear, Nf4Linear, WidenedLinear, widened
 from stillroom.models.lora import attach, store_base, weights_identity
 
 IDS = torch.arange(3, 27).view(2, 12)
@@ -68,6 +68,24 @@ def test_a_half_base_multiplies_in_fp32_what_it_stores(dtype: torch.dtype) -> No
         if weight.requires_grad:
             assert weight.dtype == torch.float32
             assert torch.allclose(weight.grad, full.get_parameter(name).grad, rtol=1e-6, atol=1e-9), name
+
+
+def test_an_nf4_base_multiplies_the_numbers_that_bitsandbytes_gives() -> None:
+    """Answers and gradients are those of an FP32 base of the same numbers, in 4.5 bits a weight."""
+    library = pytest.importorskip("bitsandbytes.functional")
+    coded, full = adapted(), adapted()
+    num_stored = store_base(coded, "nf4", whole=False)
+    layers = {name: part for name, part in coded.named_modules() if isinstance(part, Nf4Linear)}
+    assert sum(part.weight.numel() for part in layers.values()) == num_stored * 4.5 / 8
+    for name in layers:
+        weight = full.get_submodule(name).weight
+        weight.data = library.dequantize_4bit(*library.quantize_4bit(weight.data, blocksize=64, quant_type="nf4"))
+    answers = [network(IDS).logits for network in (coded, full)]
+    assert torch.equal(*answers)
+    for answer in answers:
+        answer.square().mean().backward()
+    trained = [name for name, weight in coded.named_parameters() if weight.requires_grad]
+    assert trained and all(torch.equal(coded.get_parameter(n).grad, full.get_parameter(n).grad) for n in trained)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import gguf
 import pytest
 import torch
@@ -9,10 +11,11 @@ from refusals import refused
 
 from stillroom.core.errors import ConfigError
 from stillroom.precision import AdamW, ParameterGroup
-from stillroom.precision.blocks import FORMATS, block_types, decode, encode, rounded
+from stillroom.precision.blocks import FORMATS, block_types, decode, encode, llama_cpp, rounded
 from stillroom.precision.storage import Rounded
 
 SIMPLE = [name for name, form in FORMATS.items() if form.levels]
+HAS_LLAMA = importlib.util.find_spec("xllamacpp") is not None
 
 
 def weights(scale: float = 0.02, columns: int = 1024) -> torch.Tensor:
@@ -53,10 +56,29 @@ def test_rounding_is_idempotent_and_equals_the_file(kind: str) -> None:
     assert 0 < float((once - values).abs().max()) < 0.02
 
 
+@pytest.mark.skipif(not HAS_LLAMA, reason="xllamacpp is not installed")
+@pytest.mark.parametrize("kind", ["q4_k", "q5_k", "q6_k"])
+def test_threads_find_the_codes_of_one_search(kind: str) -> None:
+    values, threads = weights()[:7], torch.get_num_threads()
+    once = encode(values, kind)
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(encode(values, kind), once)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_without_llama_cpp_its_formats_are_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    llama_cpp.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    with refused(ConfigError, "student.quantise", "stillroom[llamacpp]"):
+        rounded(weights(), "q4_k")
+
+
 def test_a_weight_that_is_not_finite_stays_so_for_the_guard_to_see() -> None:
     values = weights()
     values[3, 40] = float("nan")
-    for kind in SIMPLE:
+    for kind in FORMATS if HAS_LLAMA else SIMPLE:
         assert not torch.isfinite(rounded(values, kind)[3, 32:64]).all()
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import tiny
 import torch
 from commands import output, run
+from process_jobs import Ended, commands, losses, wait_for
 from refusals import refused
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -20,6 +24,7 @@ from stillroom.export.folder import export
 from stillroom.models.coded import BlockLinear
 from stillroom.models.gguf import packed_network
 from stillroom.precision.blocks import rounded
+from stillroom.training import loop
 from stillroom.training.distill import distill, resume
 from stillroom.training.loop import Stop
 
@@ -65,6 +70,38 @@ def test_a_killed_run_resumes_bit_for_bit(
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.parametrize("best", [4, 0])
+def test_a_file_of_searched_codes_is_what_was_trained_and_resumed(
+    best: int, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search does not give weights that are rounded already their codes back: the best student's are kept."""
+    pytest.importorskip("xllamacpp")
+    if best == 0:
+        monkeypatch.setattr(loop, "is_better", lambda _result, state: state.best_step < 0)
+    wide = families.build("llama", hidden_size=256, intermediate_size=256, num_hidden_layers=1, vocab_size=tiny.VOCAB)
+    wide.save_pretrained(tmp_path / "wide")
+    tiny.tokenizer().save_pretrained(tmp_path / "wide")
+    over = {"student__model": str(tmp_path / "wide"), "student__quantise": "q5_k_m", "train__max_steps": 4}
+    whole = trained(world, tmp_path / "whole", **over)
+    assert whole.summary["best_step"] == best
+    done = export(str(whole.folder), tmp_path / "out", format="gguf", form="q5_k_m")
+    assert done.rounded_largest == 0.0 and set(done.weights) >= {"q5_k", "q6_k"}
+    same = (whole.summary[name]["perplexity"] for name in ("student", "student_before"))
+    assert (best == 0) == (next(same) == next(same))
+    wanted = iter([False, False, True])
+    with monkeypatch.context() as patch:
+        patch.setattr(Stop, "is_wanted", lambda _self: next(wanted, False))
+        with pytest.raises(Interrupted):
+            trained(world, tmp_path / "parts", **over)
+    parts = resume(tmp_path / "parts", device="cpu")
+    names = [path.name for path in (whole.folder / "student").iterdir()]
+    same = filecmp.cmpfiles(whole.folder / "student", parts.folder / "student", names, shallow=False)
+    assert sorted(same[0]) == sorted(names)
+    (parts.folder / "student" / "gguf.codes").write_bytes(b"damaged")
+    again = export(str(parts.folder), tmp_path / "again", format="gguf", form="q5_k_m")
+    assert any("gguf.codes" in note for note in again.notes)
+
+
 def test_exceptions_are_kept_wider(world: Path, tmp_path: Path) -> None:
     kept = {"*.down_proj.weight": "float32"}
     result = trained(world, tmp_path / "run", student__quantise_layers=kept, train__max_steps=2)
@@ -91,7 +128,7 @@ def test_without_a_teacher_the_unquantised_student_teaches(world: Path) -> None:
     "over",
     [
         {"precision__mode": "fp16-master"},
-        {"student__quantise": "q4_k_m"},
+        {"student__quantise": "q3_k"},
         {"student__quantise": "", "student__quantise_layers": {"q_proj": "q8_0"}},
         {"student__adapter": {"rank": 2}},
         {"student__quantise_layers": {"nothing": "q8_0"}},
@@ -109,8 +146,25 @@ def test_the_command_compares_original_rounded_and_trained(world: Path, tmp_path
         output(capsys, "quantise", str(world / "student"), *words, *sizes, "--set", "eval.samples=0", "--json")
     )
     assert said["original"]["kl"] == 0.0 < said["rounded"]["kl"] and Path(said["file"]).is_file()
-    code, _out, _err = run(capsys, "quantise", str(world / "student"), *words, "--to", "q4_k_m")
+    code, _out, _err = run(capsys, "quantise", str(world / "student"), *words, "--to", "q3_k")
     assert code == 2
+
+
+def test_two_processes_train_the_rounded_student_of_one_and_shards_are_refused(world: Path, tmp_path: Path) -> None:
+    def both(out: Path, **over: Any) -> list[Ended]:
+        given = tiny.settings(world, student__quantise="q4_0", train__max_steps=3, eval__samples=0, **over)
+        words = [word for key, value in given.items() for word in ("--set", f"{key}={value}")]
+        asked = ["distill", "--out", str(out), "--device", "cpu", "--no-progress", *words]
+        return wait_for(commands([asked, asked]))
+
+    ends = both(tmp_path / "two", train__strategy="ddp")
+    assert [ended.code for ended in ends] == [0, 0], ends
+    one = trained(world, tmp_path / "one", train__max_steps=3, train__gradient_accumulation_steps=2)
+    assert losses(tmp_path / "two", "train_loss") == pytest.approx(losses(one.folder, "train_loss"), rel=1e-4)
+    found = weights_of(tmp_path / "two")
+    assert all(torch.equal(one, rounded(one, "q4_0")) for name, one in found.items() if name.endswith("proj.weight"))
+    ends = both(tmp_path / "shards", train__strategy="fsdp")
+    assert [ended.code for ended in ends] == [2, 2] and "student.quantise" in ends[0].err, ends
 
 
 # -- frozen layers as codes ------------------------------------------------------------------------------------
@@ -140,8 +194,28 @@ def test_a_run_learns_from_a_files_codes_and_from_rounded_layers(world: Path, tm
         trained(world, tmp_path / "no", student__quantise="", teacher__quantisation="file")
 
 
-def test_an_adapter_is_trained_next_to_a_four_bit_base(world: Path, tmp_path: Path) -> None:
+def test_nf4_without_its_library_names_it(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("peft")
-    adapter = {"rank": 4, "base_dtype": "q4_0"}
-    result = trained(world, tmp_path / "run", student__quantise="", student__adapter=adapter, train__max_steps=4)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
+    with refused(BrokenAtStart, "student.adapter.base_dtype", "stillroom[bitsandbytes]"):
+        trained(world, tmp_path / "run", student__quantise="", student__adapter={"base_dtype": "nf4"})
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "nf4"])
+def test_an_adapter_is_trained_next_to_a_four_bit_base(
+    kind: str, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("peft")
+    if kind == "nf4":
+        pytest.importorskip("bitsandbytes")
+    adapter = {"rank": 4, "base_dtype": kind}
+    over = {"student__quantise": "", "student__adapter": adapter, "train__max_steps": 4}
+    result = trained(world, tmp_path / "run", **over)
     assert result.summary["student"]["perplexity"] < result.summary["student_before"]["perplexity"]
+    wanted = iter([False, False, True])
+    with monkeypatch.context() as patch:
+        patch.setattr(Stop, "is_wanted", lambda _self: next(wanted, False))
+        with pytest.raises(Interrupted):
+            trained(world, tmp_path / "parts", **over)
+    one, other = weights_of(result.folder), weights_of(resume(tmp_path / "parts", device="cpu").folder)
+    assert all(torch.equal(one[name], other[name]) for name in one)

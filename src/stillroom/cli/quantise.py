@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
 from stillroom.cli.main import AsJson, Assignments, Device, EvalData, app, echo, print_json
 from stillroom.config import load, parse_assignments
+from stillroom.config.schema import StudentConfig
 from stillroom.core.errors import ConfigError
 
-_TO = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
+_TO = [form for form in get_args(StudentConfig.model_fields["quantise"].annotation) if form]
 _ROWS = {"teacher": "original", "student_before": "rounded", "student": "trained"}
 
 
@@ -32,10 +33,7 @@ def quantise(
         raise ConfigError(
             f"a model is not trained for {to}",
             where="--to",
-            advice=[
-                f"choose one of {', '.join(_TO)}",
-                "stillroom export --format gguf --quantise rounds to any format",
-            ],
+            advice=[f"choose one of {', '.join(_TO)}"],
         )
     from stillroom.api import reported
     from stillroom.export.folder import export

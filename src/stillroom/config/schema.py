@@ -418,6 +418,7 @@ class RouterConfig(Section):
 
 
 Blocks = Literal["q4_0", "q4_1", "q5_0", "q5_1", "q8_0"]  # of GGUF, rounded here
+Recipes = Literal[Blocks, "q4_k_m", "q5_k_m", "q6_k"]  # the others by llama.cpp's library
 
 
 class TeacherConfig(ModelSection):
@@ -545,11 +546,11 @@ class AdapterConfig(Section):
         "all linear layers of the decoder's blocks",
     )
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="of the adapter's input, in training")
-    base_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", Blocks] = Field(
+    base_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", Blocks, "nf4"] = Field(
         "auto",
         description="storage of the frozen weights; auto: what the precision multiplies in. int8: linear layers as "
         "codes with a scale for each output; q4_0 to q8_0: as codes of GGUF's blocks, 4.5 to 8.5 bits a weight; "
-        "both under fp32, bf16-mixed and fp16-mixed",
+        "nf4: by bitsandbytes, 4.5 bits a weight; all of these under fp32, bf16-mixed and fp16-mixed",
     )
 
     @field_validator("targets", mode="before")
@@ -561,7 +562,7 @@ class AdapterConfig(Section):
 
     @model_validator(mode="after")
     def _numbers_are_there(self) -> AdapterConfig:
-        if self.kind == "dora" and self.base_dtype.startswith(("int8", "q")):
+        if self.kind == "dora" and self.base_dtype.startswith(("int8", "q", "nf4")):
             raise ValueError(
                 "kind = 'dora' trains the lengths of the base's rows and needs its numbers: set base_dtype = "
                 f"'float16', or kind = 'lora' for a base in {self.base_dtype}"
@@ -590,10 +591,11 @@ class StudentConfig(ModelSection):
     adapter: AdapterConfig | None = Field(
         None, description="train an adapter and leave the student's own weights alone"
     )
-    quantise: Literal["", Blocks] = Field(
+    quantise: Literal["", Recipes] = Field(
         "",
         description="train with weights rounded as a GGUF file of this format rounds them, so that the file is what "
-        "was trained; the teacher is the unquantised student unless one is given",
+        "was trained; the teacher is the unquantised student unless one is given. q4_k_m, q5_k_m and q6_k need "
+        "stillroom[llamacpp] and round ten times as slowly",
     )
     quantise_layers: dict[str, str] = Field(
         default_factory=dict,

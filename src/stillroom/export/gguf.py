@@ -24,8 +24,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from stillroom.core.errors import CannotSave, ConfigError
 from stillroom.export.folder import Difference, Job, difference, logits_of, quality_of, refuse_changed
-from stillroom.models.gguf import ARCHITECTURES, in_halves, types_of
-from stillroom.precision.blocks import FORMATS, RECIPES, decode, encode, rounded
+from stillroom.models.gguf import ARCHITECTURES, codes_of, in_halves, kept_codes, types_of
+from stillroom.models.load import model_name
+from stillroom.precision.blocks import FORMATS, RECIPES, decode, rounded
 
 # -- gguf words ------------------------------------------------------------------------------------
 # The tokenizer as metadata of a GGUF file: byte-level BPE, and BPE of SentencePiece's kind.
@@ -238,8 +239,11 @@ def write(job: Job) -> tuple[Difference, Difference]:
     kinds = types_of(job.network, job.form, job.layers, where="--quantise")
     original = copy.deepcopy(job.network) if job.form in RECIPES else None
     # Codes are made once: llama.cpp's search may find others for weights that are rounded already.
+    kept = kept_codes(Path(model_name(job.source.name)), job.notes)
     codes = {
-        name: encode(weight, kinds[name]) for name, weight in job.network.named_parameters() if kinds[name] in FORMATS
+        name: codes_of(weight, kinds[name], kept.get(name))
+        for name, weight in job.network.named_parameters()
+        if kinds[name] in FORMATS
     }
     expected, cost = job.rounded(
         lambda name, weight: decode(codes[name], kinds[name]) if name in codes else rounded(weight, kinds[name])

@@ -1,8 +1,9 @@
-"""Frozen linear layers stored in fewer bytes than they multiply in: half numbers, int8 codes, GGUF's block codes."""
+"""Frozen linear layers stored in fewer bytes than they multiply in: half numbers, int8, GGUF's blocks, NF4."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +13,9 @@ from torch.nn import functional
 
 from stillroom.core.errors import BrokenAtStart
 from stillroom.precision.blocks import FORMATS, decode, encode, row_bytes
+
+# What a weight is: numbers, codes with a scale for each output, codes of a block format, or codes with their decoder.
+How = Tensor | str | Callable[[Tensor], Tensor] | None
 
 
 class WidenedLinear(nn.Linear):
@@ -30,13 +34,10 @@ class WidenedLinear(nn.Linear):
 
 
 class _WidenedProduct(torch.autograd.Function):
-    """inputs @ weight.T; the wide weight is made again in the backward and not kept until then.
-
-    `how` says what the weight is: numbers, codes with a scale for each output, or codes of a block format.
-    """
+    """inputs @ weight.T; the wide weight is made again in the backward and not kept until then."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, how: Tensor | str | None) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, how: How) -> Tensor:
         ctx.weight, ctx.how = weight, how  # frozen, so nothing can change them before the backward
         return functional.linear(inputs, _numbers(weight, how).to(inputs.dtype))
 
@@ -45,10 +46,12 @@ class _WidenedProduct(torch.autograd.Function):
         return upstream[0] @ _numbers(ctx.weight, ctx.how).to(upstream[0].dtype), None, None
 
 
-def _numbers(weight: Tensor, how: Tensor | str | None) -> Tensor:
+def _numbers(weight: Tensor, how: How) -> Tensor:
     if isinstance(how, str):
         return decode(weight, how)
-    return weight if how is None else weight * how
+    if how is None or isinstance(how, Tensor):
+        return weight if how is None else weight * how
+    return how(weight)
 
 
 # -- codes -----------------------------------------------------------------------------------------------
@@ -60,8 +63,8 @@ class StoredLinear(nn.Linear):
     """A frozen linear layer of codes. It multiplies in its input's dtype, or as autocast says."""
 
     @property
-    def how(self) -> Tensor | str:
-        """What the codes stand for: scales of the outputs, or the name of a block format."""
+    def how(self) -> How:
+        """What the codes stand for."""
         raise NotImplementedError
 
     def widened(self) -> nn.Linear:
@@ -115,10 +118,57 @@ class BlockLinear(StoredLinear):
         return self.kind
 
 
+class Nf4Linear(StoredLinear):
+    """NF4 codes by bitsandbytes: quantiles of a normal distribution, and an FP32 scale for each 64 weights.
+
+    The weight holds the bytes of the scales, then the codes. It is decoded to FP32 and multiplied by torch:
+    bitsandbytes' own product on a CPU differs from that by a hundredth where its outputs are about 1.
+    """
+
+    levels: Tensor
+
+    def __init__(self, full: nn.Linear, *, where: str) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.bias = full.in_features, full.out_features, full.bias
+        weight = full.weight.detach().float()
+        codes, state = _bitsandbytes(where).quantize_4bit(weight, blocksize=_NF4_BLOCK, quant_type="nf4")
+        packed = torch.cat([state.absmax.view(torch.uint8), codes.view(-1)])
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.register_buffer("levels", state.code, persistent=False)
+
+    @property
+    def how(self) -> Callable[[Tensor], Tensor]:
+        return self._numbers
+
+    def _numbers(self, packed: Tensor) -> Tensor:
+        library, shape = _bitsandbytes(""), torch.Size((self.out_features, self.in_features))
+        begin = 4 * -(-shape.numel() // _NF4_BLOCK)
+        how = {"code": self.levels, "blocksize": _NF4_BLOCK, "quant_type": "nf4", "dtype": torch.float32}
+        state = library.QuantState(packed[:begin].view(torch.float32), shape, **how)
+        numbers: Tensor = library.dequantize_4bit(packed[begin:], state)
+        return numbers
+
+
+_NF4_BLOCK = 64
+
+
+def _bitsandbytes(where: str) -> Any:
+    try:
+        return importlib.import_module("bitsandbytes.functional")
+    except ImportError as error:
+        raise BrokenAtStart(
+            f"nf4 needs bitsandbytes, which cannot be imported: {error}",
+            where=where,
+            advice=["pip install 'stillroom[bitsandbytes]'", f"--set {where}=q4_0, which needs nothing more"],
+        ) from error
+
+
 def coded(layer: nn.Linear, kind: str, name: str, *, where: str) -> nn.Linear:
-    """A frozen layer as codes: int8 with a scale for each output, or a block format. Raise for rows it cannot hold."""
+    """A frozen layer as codes: int8, NF4 or a block format. Raise for rows that it cannot hold."""
     if kind == "int8":
         return CodedLinear(layer)
+    if kind == "nf4":
+        return Nf4Linear(layer, where=where)
     weight = layer.weight.detach()
     size = FORMATS[kind].size
     if layer.in_features % size:

@@ -28,6 +28,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import (
@@ -39,8 +41,9 @@ from transformers import (
 )
 
 from stillroom.core.errors import BrokenAtStart, ConfigError
+from stillroom.core.files import reason_of
 from stillroom.models.coded import BlockLinear
-from stillroom.precision.blocks import FORMATS, RECIPES, block_types, row_bytes
+from stillroom.precision.blocks import FORMATS, RECIPES, block_types, decode, encode, row_bytes
 
 # -- empty -----------------------------------------------------------------------------------------
 # A network of a configuration with real buffers and no weights, to be given weights from somewhere else.
@@ -89,7 +92,33 @@ ARCHITECTURES = {
     "mixtral": "llama",  # with experts
     "olmoe": "olmoe",
 }
+_CODES = "gguf.codes"  # in a student's folder: a safetensors file that does not look like weights to be loaded
 _ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")  # small, and llama.cpp keeps them in FP32
+
+
+def keep_codes(folder: Path, codes: Mapping[str, Tensor]) -> None:
+    """Write the codes that a student was trained with next to its weights."""
+    if codes:
+        save_file(dict(codes), folder / _CODES)
+
+
+def kept_codes(folder: Path, notes: list[str]) -> dict[str, Tensor]:
+    """The codes that a student was trained with, by parameter; empty where its folder has none."""
+    path = folder / _CODES
+    try:
+        return load_file(path) if path.is_file() else {}
+    except (OSError, SafetensorError) as error:
+        notes.append(f"{_CODES} cannot be read, so the weights are rounded again: {reason_of(error)}")
+        return {}
+
+
+def codes_of(weight: Tensor, kind: str, kept: Tensor | None = None) -> Tensor:
+    """The codes of a weight: those that are kept if they stand for its very numbers, else by rounding."""
+    shape = (*weight.shape[:-1], row_bytes(weight.shape[-1], kind))
+    fits = kept is not None and kept.dtype == torch.uint8 and kept.shape == shape
+    if kept is not None and fits and torch.equal(decode(kept, kind), weight.detach()):
+        return kept
+    return encode(weight, kind)
 
 
 def types_of(network: Any, form: str, layers: Mapping[str, str] | None = None, *, where: str) -> dict[str, str]:

@@ -18,7 +18,7 @@ from torch.optim.adamw import adamw as adamw_update
 
 from stillroom.core.launch import first_line, triton_doubt, triton_failures
 from stillroom.precision import storage as rounding
-from stillroom.precision.storage import Direct, Gathered, Master, Moment, Storage, in_fp32, local
+from stillroom.precision.storage import Direct, Gathered, Master, Moment, Rounded, Storage, in_fp32, local
 
 _SCRATCH_BYTES = 1 << 27
 COUNTS = "num_updates"  # in a checkpoint: the updates of each parameter, in the order of the groups
@@ -279,6 +279,10 @@ class AdamW:
         with torch.no_grad():
             for cell in self._all_cells():
                 cell.storage.refresh()
+
+    def rounded(self) -> dict[str, Rounded]:
+        """Weights that are rounded to blocks of a file, by name."""
+        return {cell.name: cell.storage for cell in self._all_cells() if isinstance(cell.storage, Rounded)}
 
     def moments(self) -> Iterator[Tensor]:
         for cell in self._all_cells():

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -152,8 +153,8 @@ def rounded(weight: Tensor, kind: str) -> Tensor:
     if kind in PLAIN:
         return weight.to(getattr(torch, kind)).float()
     form = FORMATS[kind]
-    if not form.levels:
-        return decode(encode(weight, kind), kind)
+    if not form.levels:  # the search takes NaN for a number
+        return decode(encode(weight, kind), kind).masked_fill_(~torch.isfinite(weight.detach()), torch.nan)
     codes, scale, offset = _codes(weight, form)
     values = codes.mul_(scale) if offset is None else codes.mul_(scale).add_(offset)
     return values.view(weight.shape)
@@ -189,6 +190,11 @@ def _inverse(scale: Tensor) -> Tensor:
 
 
 # -- codes ---------------------------------------------------------------------------------------------------
+
+
+def is_searched(kind: str) -> bool:
+    """Whether codes are found by a search, which may find others for weights that are rounded already."""
+    return kind in FORMATS and not FORMATS[kind].levels
 
 
 def row_bytes(columns: int, kind: str) -> int:
@@ -304,7 +310,14 @@ def _by_llama_cpp(weight: Tensor, form: BlockFormat) -> Tensor:
     values = weight.detach().float().cpu().contiguous()
     rows, columns = values.numel() // values.shape[-1], values.shape[-1]
     codes = torch.empty(rows * (columns // form.size) * form.num_bytes, dtype=torch.uint8)
-    written = llama_cpp().ggml_quantize_chunk(form.number, values.data_ptr(), codes.data_ptr(), 0, rows, columns, None)
+    search, into = llama_cpp().ggml_quantize_chunk, (values.data_ptr(), codes.data_ptr())
+    step = -(-rows // torch.get_num_threads())
+
+    def part(first: int) -> int:
+        return int(search(form.number, *into, first * columns, min(step, rows - first), columns, None))
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # it leaves Python's lock alone while it searches
+        written = sum(threads.map(part, range(0, rows, step)))
     if written != codes.numel():
         raise ConfigError(f"llama.cpp wrote {written:,} bytes of codes where {codes.numel():,} were expected")
     return codes.to(weight.device)
@@ -322,7 +335,7 @@ def llama_cpp() -> ctypes.CDLL:
     except (IndexError, OSError, AttributeError) as error:
         raise ConfigError(
             "the formats q4_k_m, q5_k_m and q6_k are rounded by llama.cpp's library, which is not installed",
-            where="--quantise",
+            where="--quantise, student.quantise",
             advice=["pip install 'stillroom[llamacpp]'", "q4_0, q4_1, q5_0, q5_1 and q8_0 need nothing more"],
         ) from error
     quantise.restype = ctypes.c_size_t

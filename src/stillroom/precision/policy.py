@@ -269,7 +269,9 @@ class Precision:
         With FP16 weights activations are FP16, so such a policy cannot have others next to them.
         """
         own = torch.float16 if self.keeps_half_weights else self.compute_dtype or torch.float32
-        dtype: torch.dtype | str = own if asked == "auto" else asked if asked in FORMATS else getattr(torch, asked)
+        dtype: torch.dtype | str = (
+            own if asked == "auto" else asked if asked in (*FORMATS, "nf4") else getattr(torch, asked)
+        )
         if self.keeps_half_weights and dtype != own:
             raise ConfigError(
                 f"{self.mode} computes with FP16 weights and cannot have a base in {asked}",

@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from stillroom.precision.blocks import rounded
+from stillroom.precision.blocks import encode, is_searched, rounded
 
 # -- rounding --------------------------------------------------------------------------------------
 # From FP32 to two bytes without losing the small updates.
@@ -213,6 +213,10 @@ class Rounded(Master):
 
     def refresh(self) -> None:
         self.parameter.data.copy_(rounded(self.master, self.kind))
+
+    def codes(self) -> Tensor | None:
+        """The codes that a file must hold, where rounding the rounded weights again may find others."""
+        return encode(self.master, self.kind) if is_searched(self.kind) else None
 
 
 class Split:

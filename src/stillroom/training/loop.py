@@ -33,7 +33,7 @@ from stillroom.training.gradients import term_gradients
 from stillroom.training.memory import evaluate_held_out, micro_batch_rows, parts_of, within_memory
 from stillroom.training.recover import check_state, is_sound, keep_snapshot, take_snapshot
 from stillroom.training.rollouts import ensure_round
-from stillroom.training.run import Run, RunState, weights_of
+from stillroom.training.run import Run, RunState, kept_weights, weights_of
 from stillroom.training.save import last_step_saved, record_rollback, save_checkpoint, save_stopped_student
 from stillroom.training.schedule import NO_PHASE
 from stillroom.training.select import is_better, is_off_course, measure, rank_of
@@ -360,7 +360,7 @@ def judge_student(run: Run, state: RunState, result: Evaluation) -> None:
     if is_better(result, state):
         state.best_perplexity, state.best_rank, state.best_step = result.perplexity, rank, state.applied
         state.evaluations_since_best = 0
-        weights = weights_of(run.student.model)
+        weights = kept_weights(run)
         state.best_weights = (
             run.disk_copies.copy(weights)
             if run.disk_copies is not None

@@ -308,6 +308,14 @@ def weights_of(model: Any) -> dict[str, Tensor]:
     return weights
 
 
+def kept_weights(run: Run) -> dict[str, Tensor]:
+    """What is kept of a best student: its weights, and of those that are rounded to blocks the masters.
+
+    The codes of a file are made from masters: a search may find others for weights that are rounded already.
+    """
+    return {**weights_of(run.student.model), **{name: one.master for name, one in run.optimizer.rounded().items()}}
+
+
 def frozen_of(model: Any) -> dict[str, Tensor]:
     """What this process holds of the parameters that are not trained."""
     return {name: local(one.data) for name, one in model.named_parameters() if not one.requires_grad}

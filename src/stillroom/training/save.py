@@ -18,6 +18,7 @@ from stillroom.core.files import TEMPORARY, is_disk_full, reason_of, replaced_fo
 from stillroom.core.locks import LockHeld
 from stillroom.models import Student
 from stillroom.models.files import open_written, save_configuration
+from stillroom.models.gguf import keep_codes
 from stillroom.models.load import quiet_transformers
 from stillroom.models.lora import Adapter, fill, save_merged
 from stillroom.parallel import Parallel
@@ -26,7 +27,7 @@ from stillroom.telemetry import EventLog
 from stillroom.training import run_folder as run_folder
 from stillroom.training.checkpoint import Save, Saves, settle
 from stillroom.training.recover import is_good, is_sound
-from stillroom.training.run import Run, RunState, capture, frozen_of, history, weights_of
+from stillroom.training.run import Run, RunState, capture, frozen_of, history, kept_weights, weights_of
 
 _EXPORT = f"{TEMPORARY}student-parts"  # in the run's folder
 _COMPARED_ROWS = 2  # of training text, that a merged student is compared with the trained one on
@@ -101,6 +102,8 @@ def save_student(run: Run) -> None:
             with quiet_transformers(), replaced_folder(run.folder / "student") as folder:
                 note = _write_student(run, folder)
                 run.tokenizer.save_pretrained(folder)
+                codes = {name: one.codes() for name, one in run.optimizer.rounded().items()}
+                keep_codes(folder, {name: one for name, one in codes.items() if one is not None})
             shutil.rmtree(run.folder / _EXPORT, ignore_errors=True)
             if note:
                 run.log.write("note", text=note)
@@ -199,9 +202,11 @@ def _empty(folder: Path) -> None:
 @torch.no_grad()
 def load_best(run: Run, state: RunState) -> None:
     """Put the best weights into the student."""
-    weights = weights_of(run.student.model)
+    weights = kept_weights(run)
     for name, tensor in state.best_weights.items():
         weights[name].copy_(tensor)
+    for rounded in run.optimizer.rounded().values():
+        rounded.refresh()
 
 
 def save_stopped_student(run: Run, state: RunState) -> None:
