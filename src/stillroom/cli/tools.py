@@ -410,6 +410,9 @@ def write_cache(
         list[float] | None,
         typer.Option(metavar="T", help="store answers at this temperature in a folder inside DIR; repeatable"),
     ] = None,
+    source: Annotated[
+        str | None, typer.Option(metavar="PATH", help="ask the teacher of this source of data.train about its rows")
+    ] = None,
     device: Device = "auto",
     max_minutes: Annotated[
         float, typer.Option(metavar="N", help="stop after N minutes with exit code 75; 0: no limit")
@@ -433,7 +436,7 @@ def write_cache(
 
         _cache_print(import_cache(loaded.config, out, import_, format_), as_json=as_json)
         return
-    limits = {"device": device, "max_minutes": max_minutes, "temperatures": temperature or ()}
+    limits = {"device": device, "max_minutes": max_minutes, "temperatures": temperature or (), "source": source}
     _store(loaded, out, limits, as_json=as_json)
 
 

@@ -233,7 +233,14 @@ def read_records(
     items = checked(items, source, source.path)
     if config.max_records:
         items = _first(items, config.max_records, source.path, tally)
-    return Shaper(write_chat, tally, train_on_prompt=config.train_on_prompt, layout=source).records(items)
+    shape = Shaper(
+        write_chat,
+        tally,
+        train_on_prompt=config.train_on_prompt,
+        layout=source,
+        teacher_prefix=config.teacher_prefix,
+    )
+    return shape.records(items)
 
 
 def _first(items: Iterator[tuple[str, object]], limit: int, spec: str, tally: Tally) -> Iterator[tuple[str, object]]:
@@ -325,7 +332,8 @@ class SpecReader:
         return ReadDocuments(records)
 
     def _builtin(self, spec: str) -> tuple[Documents, Documents]:
-        records, is_stdlib = embedded_records(spec, train_on_prompt=self.config.train_on_prompt)
+        found, is_stdlib = embedded_records(spec, train_on_prompt=self.config.train_on_prompt)
+        records = [record.under(self.config.teacher_prefix) for record in found]
         self.tally.counters["records"] += len(records)
         self.tally.shapes["embedded"] += len(records)
         if not is_stdlib:
@@ -519,6 +527,15 @@ def _asked_packing(config: DataConfig, encoded: Encoded, tally: Tally) -> Packin
     num_prompted, num_documents = int(encoded.prompts.sum()), encoded.num_documents
     if not num_documents:
         return "rows"
+    if encoded.contexts is not None and config.packing in ("auto", "blocks"):
+        if config.packing == "blocks":
+            raise ConfigError(
+                "the teacher reads a context before each record, and a row of blocks holds several",
+                where="data.packing",
+                advice=["--set data.packing=rows", "--set data.packing=packed"],
+            )
+        tally.detail("each record is trained in its own rows: the teacher reads a context before each")
+        return "rows"
     if config.packing == "blocks" and num_prompted:
         tally.note("records share training rows, prompts and answers of several in one: data.packing is blocks")
     if config.packing != "auto":
@@ -574,6 +591,9 @@ def _note_counts(tally: Tally) -> None:
         "that was cut at a length is read as if it ended there",
         "ids_of_another_text": "{:,} answers are tokenized again: their ids spell another text than stands there",
         "unread_ids": "{:,} answers are tokenized again, for two tokenizers: their ids are not read",
+        "teacher_contexts": "{:,} records are read by the teacher after another beginning than the student's",
+        "unaligned_contexts": "{:,} records are left out: their answer begins inside a token, and the teacher reads "
+        "another beginning",
         "straddling_tokens": "{:,} tokens hold both scored and unscored text and are not scored",
         "rows_without_targets": "{:,} rows are left out: no target in them is scored",
         "unpaired_chats": "{:,} chats are learned from the labels alone: the teacher's template cannot print them",
@@ -585,11 +605,11 @@ def _note_counts(tally: Tally) -> None:
             tally.note(sentence.format(count))
 
 
-# -- the rows of a teacher with its own tokenizer ----------------------------------------------------------
+# -- the rows of a teacher with its own tokenizer, or with a context ---------------------------------------
 
 
 class TeacherRows(Rows):
-    """Row r is what a teacher with its own tokenizer reads for row r of the student."""
+    """Row r is what a teacher with its own tokenizer or context reads for row r of the student."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
@@ -606,7 +626,8 @@ class TeacherRows(Rows):
         return self._rows.other_lengths
 
     def batch(self, indices: Sequence[int] | Ints, *, index: int = 0) -> Batch:
-        return other_of(self._rows.batch(indices, index=index))
+        batch = self._rows.batch(indices, index=index)
+        return batch.other or batch
 
 
 def other_of(batch: Batch) -> Batch:

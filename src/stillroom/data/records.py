@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from stillroom.config.schema import Layout
+from stillroom.config.schema import CONTEXTS, Layout
 from stillroom.core.errors import DataError
 from stillroom.core.types import Detail
 
@@ -41,6 +41,7 @@ FIELDS = (
     "input",
     "output",
     "text",
+    *CONTEXTS,
 )
 
 _NUM_BAD_KEPT = 20  # a file of the wrong kind has millions of bad records
@@ -79,10 +80,24 @@ class Record:
     group: str = ""
     has_template: bool = False  # a chat template printed it: parse special tokens in it
     tokens: WrittenTokens | None = None  # the record as a model wrote it: never encoded again with that vocabulary
+    context: str | None = None  # what the teacher reads before the first scored text; None: what the student reads
 
     @property
     def text(self) -> str:
         return "".join(text for text, _ in self.segments)
+
+    def under(self, prefix: str) -> Record:
+        """The record with a text that only the teacher reads, before all others."""
+        return replace(self, context=prefix + joined(self.segments[: num_before(self.segments)])) if prefix else self
+
+
+def num_before(segments: Segments) -> int:
+    """The number of segments before the first scored one."""
+    return next((place for place, (_, is_scored) in enumerate(segments) if is_scored), len(segments))
+
+
+def joined(segments: Segments) -> str:
+    return "".join(text for text, _ in segments)
 
 
 @dataclass(frozen=True)
@@ -212,6 +227,7 @@ class Shaper:
     tally: Tally
     train_on_prompt: bool = False
     layout: Layout = field(default_factory=Layout)
+    teacher_prefix: str = ""
 
     def __call__(self, where: str, value: object) -> Record:
         if not isinstance(value, Mapping):
@@ -219,7 +235,7 @@ class Shaper:
         if self.layout.has_layout and (missing := missing_columns(value, self.layout)):
             raise Unusable(f"has no column {missing[0]}")
         if self.layout.template:
-            return self._templated(where, value)
+            return self._templated(where, value).under(self.teacher_prefix)
         if self.layout.columns:
             value = renamed(value, self.layout.columns)
         shape = next((shape for shape in _NEEDED if all(name in value for name in _NEEDED[shape])), None)
@@ -245,16 +261,22 @@ class Shaper:
         match shape:
             case "messages" | "conversations":
                 self.tally.counters["ignored_tools"] += bool(value.get("tools"))
-                return self._chat(where, value[shape], shape)
+                return self._chat(where, value, shape)
             case "prompt, completion":
-                return self._plain(where, self._text(value, "prompt"), self._full(value, "completion"))
+                record = self._plain(where, self._text(value, "prompt"), self._full(value, "completion"))
             case "question, answer":
-                return self._plain(where, self._full(value, "question") + "\n", self._full(value, "answer"))
+                record = self._plain(where, self._full(value, "question") + "\n", self._full(value, "answer"))
             case "instruction, output":
                 context = self._text(value, "input") if value.get("input") is not None else ""
                 prompt = self._full(value, "instruction") + (f"\n\n{context}" if context else "") + "\n\n"
-                return self._plain(where, prompt, self._full(value, "output"))
-        return self._plain(where, "", self._full(value, "text"))
+                record = self._plain(where, prompt, self._full(value, "output"))
+            case _:
+                record = self._plain(where, "", self._full(value, "text"))
+        if value.get("teacher_messages") is not None:
+            raise Unusable("teacher_messages is for chats: give teacher_prompt")
+        if value.get("teacher_prompt") is not None:
+            return replace(record, context=self.teacher_prefix + self._full(value, "teacher_prompt"))
+        return record.under(self.teacher_prefix)
 
     def _templated(self, where: str, value: Mapping[str, Any]) -> Record:
         columns = self.layout.needed_columns
@@ -272,8 +294,8 @@ class Shaper:
         )
         return Record(where, segments, content_key(prompt + answer))
 
-    def _chat(self, where: str, messages: object, name: str) -> Record:
-        turns = self.turns(messages, name)
+    def _chat(self, where: str, value: Mapping[str, Any], name: str) -> Record:
+        turns = self.turns(value[name], name)
         answers = [number for number, turn in enumerate(turns, 1) if turn.role == "assistant"]
         empty = [number for number in answers if turns[number - 1].is_empty_answer]
         if not self.train_on_prompt and not answers:
@@ -286,7 +308,31 @@ class Shaper:
             segments = tuple((text, True) for text, _ in segments)
         if not any(text for text, is_scored in segments if is_scored):
             raise Unusable("the chat has nothing to score")
-        return Record(where, segments, chat_key(turns), has_template=has_template)
+        context = self._chat_context(turns, value, segments) if answers else None
+        return Record(where, segments, chat_key(turns), has_template=has_template, context=context)
+
+    def _chat_context(self, turns: tuple[Turn, ...], value: Mapping[str, Any], segments: Segments) -> str | None:
+        """What the teacher reads before the first scored answer: its own turns in place of those before it."""
+        if value.get("teacher_prompt") is not None:
+            raise Unusable("teacher_prompt is for text without turns: give teacher_messages")
+        first = next(place for place, turn in enumerate(turns) if turn.role == "assistant")
+        given = value.get("teacher_messages")
+        own = turns[:first] if given is None else self.turns(given, "teacher_messages")
+        if self.teacher_prefix:
+            system, rest = (own[0].content, own[1:]) if own and own[0].role == "system" else ("", own)
+            own = (Turn("system", f"{self.teacher_prefix}\n\n{system}" if system else self.teacher_prefix), *rest)
+        if own == turns[:first]:
+            return None
+        counters = self.tally.counters.copy()  # what the print for the student counted
+        try:
+            other, _ = self.write_chat((*own, *turns[first:]))
+        except Unusable as error:
+            raise Unusable(f"as the teacher reads it: {error}") from error
+        self.tally.counters = counters
+        answers = segments[num_before(segments) :]
+        if other[-len(answers) :] != answers:
+            raise Unusable("the chat template prints the answers otherwise after the teacher's turns")
+        return joined(other[: -len(answers)])
 
     def turns(self, messages: object, name: str) -> tuple[Turn, ...]:
         """The turns of a chat."""
