@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from stillroom.config import load_config
-from stillroom.core.errors import CheckpointUnusable, ConfigError
-from stillroom.core.types import DenseSignal, Needs
+from stillroom.core.errors import CheckpointUnusable, ConfigError, DataError
+from stillroom.core.types import Batch, DenseSignal, Needs
 from stillroom.telemetry import read_events
 from stillroom.training.distill import distill, resume
 from stillroom.training.evaluate import evaluate
@@ -48,7 +48,13 @@ def by_hand(model: Any, rows: list[list[int]], targets: torch.Tensor) -> torch.T
     with torch.no_grad():
         found = [model(input_ids=torch.tensor([row])).logits[0] for row in rows]
     counts = [int((own != -100).sum()) for own in targets]
-    return torch.cat([logits[len(row) - count : len(row)] for logits, row, count in zip(found, rows, counts, strict=True)])
+    return torch.cat(
+        [logits[len(row) - count : len(row)] for logits, row, count in zip(found, rows, counts, strict=True)]
+    )
+
+
+def unpadded(batch: Batch) -> list[list[int]]:
+    return [row[mask == 1].tolist() for row, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
 
 
 def train(run: Any, num_steps: int, state: RunState | None = None) -> RunState:
@@ -65,7 +71,9 @@ def test_the_base_answers_after_its_context_as_a_second_model_does(make_run: Any
     train(run, 3)
     base = AutoModelForCausalLM.from_pretrained(world / "student").eval()
     words, batch = run.tokenizer, run.loader.window(5)[0]
-    texts = [words.decode(row[mask == 1].tolist()) for row, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
+    texts = [
+        words.decode(row[mask == 1].tolist()) for row, mask in zip(batch.input_ids, batch.attention_mask, strict=True)
+    ]
     rows = []
     for text, row, mask, own in zip(texts, batch.input_ids, batch.attention_mask, batch.targets, strict=True):
         prompt, ids = text[:20], row[mask == 1].tolist()
@@ -78,7 +86,9 @@ def test_the_base_answers_after_its_context_as_a_second_model_does(make_run: Any
     plain = [row[mask == 1].tolist() for row, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
     with torch.no_grad():
         view = run.student.observe(batch, Needs())
-    assert torch.allclose(view.hidden @ view.head.weight.T, by_hand(run.student.model.eval(), plain, batch.targets), atol=1e-5)
+    assert torch.allclose(
+        view.hidden @ view.head.weight.T, by_hand(run.student.model.eval(), plain, batch.targets), atol=1e-5
+    )
     assert not torch.allclose(asked, by_hand(base, plain, batch.targets), atol=1e-3)
 
 
@@ -106,9 +116,7 @@ def test_a_teacher_with_a_context_is_any_teacher_on_other_rows(make_run: Any, wo
     assert torch.equal(batch.input_ids, plain.loader.window(0)[0].input_ids)
     network = AutoModelForCausalLM.from_pretrained(world / "teacher").eval()
     prefix = run.tokenizer(PREFIX)["input_ids"]
-    rows = [
-        [*prefix, *row[mask == 1].tolist()] for row, mask in zip(batch.input_ids, batch.attention_mask, strict=True)
-    ]
+    rows = [[*prefix, *ids] for ids in unpadded(batch)]
     assert torch.allclose(
         logits_of(run.teacher.observe(batch, Needs())), by_hand(network, rows, batch.targets), atol=1e-5
     )
@@ -117,21 +125,15 @@ def test_a_teacher_with_a_context_is_any_teacher_on_other_rows(make_run: Any, wo
     assert evidence.num_targets == other.num_targets and evidence.loss != other.loss
 
 
-def test_a_cache_is_that_of_its_context(world: Path, tmp_path: Path, prompts: str) -> None:
-    over = tiny.settings(world, data__train=prompts, data__teacher_prefix=PREFIX, train__max_steps=2)
-    few = {"teacher.signal.kind": "top_k", "teacher.signal.k": 320}
-    live = distill(load_config(overrides={**over, **few}), tmp_path / "live", device="cpu")
-    make_cache(load_config(overrides={**over, **few}), tmp_path / "cache", device="cpu")
-    stored = {**over, "teacher.cache": str(tmp_path / "cache")}
-    cached = distill(load_config(overrides=stored), tmp_path / "cached", device="cpu")
-    losses = [
-        [event["train_loss"] for event in read_events(one.folder / "events.jsonl") if event["event"] == "step"]
-        for one in (live, cached)
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3), "to a step of what is stored"
-    with pytest.raises(Exception, match="rows") as caught:
-        distill(load_config(overrides={**stored, "data.teacher_prefix": "keep: "}), tmp_path / "other", device="cpu")
-    assert caught.value.where == "teacher.cache"
+def test_a_cache_is_that_of_its_context(make_run: Any, world: Path, tmp_path: Path, prompts: str) -> None:
+    over = {"data__train": prompts, "data__teacher_prefix": PREFIX, "teacher__signal__kind": "top_k"}
+    over["teacher__signal__k"] = 320
+    make_cache(load_config(overrides=tiny.settings(world, **over)), tmp_path / "cache", device="cpu")
+    runs = [make_run(**over), make_run(**over, teacher__cache=str(tmp_path / "cache"))]
+    live, stored = (attempt(run, RunState(), run.loader.window(0))[0].loss for run in runs)
+    assert stored == pytest.approx(live, rel=1e-3), "to a step of what is stored"
+    with refused(DataError, "teacher.cache", "stillroom cache"):
+        make_run(**{**over, "data__teacher_prefix": "keep: "}, teacher__cache=str(tmp_path / "cache"))
 
 
 @pytest.mark.parametrize("adapter", [{}, {"student__adapter__rank": 4}])

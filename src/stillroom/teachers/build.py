@@ -26,7 +26,6 @@ from stillroom.models.routers import find_gates
 from stillroom.parallel import Parallel
 from stillroom.precision.device import teacher_dtype
 from stillroom.teachers.base import NO_TEACHER, RunContext, Teacher, Window
-from stillroom.teachers.by_source import BySource, check_memory, for_source, of_source
 from stillroom.teachers.cache.build import cache_folder, cached_teacher, check_tokenizer, rows_asked, stored_vocabulary
 from stillroom.teachers.cache.manifest import is_there, read_manifest
 from stillroom.teachers.itself import AveragedTraining, student_as_teacher
@@ -36,6 +35,7 @@ from stillroom.teachers.placement import open_streamed, reads_layers_one_by_one,
 from stillroom.teachers.quantize import check_quantisation, quantise_teacher
 from stillroom.teachers.router.teacher import RouterTeacher, router_teacher
 from stillroom.teachers.served.teacher import served_rows, served_teacher
+from stillroom.teachers.several import BySource, check_memory, for_source, of_source
 from stillroom.teachers.signals import AUTO, check_use, live_spec, served_spec
 from stillroom.teachers.sparse import SparseTeacher
 from stillroom.training.schedule import Curriculum

@@ -24,7 +24,7 @@ from stillroom.precision import AdamW, ParameterGroup, Precision, resolve
 from stillroom.precision.policy import needs_fp32_weights
 from stillroom.teachers.base import RunContext, Teacher
 from stillroom.teachers.build import build_teacher, num_trained_by_teacher
-from stillroom.teachers.by_source import BySource
+from stillroom.teachers.several import BySource
 from stillroom.telemetry import EventLog
 from stillroom.telemetry.events import Stages
 from stillroom.training.checkpoint import CheckpointStore

@@ -31,9 +31,9 @@ from stillroom.models.files import student_identity, teacher_identity
 from stillroom.parallel import Parallel
 from stillroom.precision.storage import local
 from stillroom.teachers.base import Teacher, kind_of
-from stillroom.teachers.by_source import for_source
 from stillroom.teachers.cache.in_store import folder_of
 from stillroom.teachers.cache.manifest import read_manifest
+from stillroom.teachers.several import for_source
 from stillroom.teachers.signals import AUTO
 from stillroom.training.checkpoint import Saved
 from stillroom.training.evaluate import Evaluation
@@ -320,6 +320,8 @@ def doubts(run: Run, student: Evaluation) -> list[str]:
         learning_rate=rate,
         travel=lambda: rate * sum(schedule.factor(step) for step in range(schedule.num_steps)),
         spread=lambda: _spread(run),
+        is_own_teacher=run.config.teacher.is_student,
+        learns_labels=run.learns_labels,
     )
     return doubts_about(start, Settings(run.config.to_dict()))
 

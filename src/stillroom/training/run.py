@@ -28,7 +28,7 @@ from stillroom.parallel import Parallel
 from stillroom.precision import AdamW, Precision
 from stillroom.precision.storage import local
 from stillroom.teachers import NO_TEACHER, Teacher
-from stillroom.teachers.by_source import BySource
+from stillroom.teachers.several import BySource
 from stillroom.telemetry import EventLog
 from stillroom.telemetry.events import Stages
 from stillroom.training.checkpoint import CheckpointStore, DiskCopies, Mark, Saved, Saves, SnapshotRing, Snapshots

@@ -25,7 +25,6 @@ from stillroom.models import (
     vocabulary_hash,
 )
 from stillroom.precision.device import find_device, teacher_dtype
-from stillroom.teachers.by_source import for_source, is_cache
 from stillroom.teachers.cache.build import day_of_rows, fill, required_rows
 from stillroom.teachers.cache.imports import match_rows, num_kept, read_answers
 from stillroom.teachers.cache.in_store import Origin, folder_of
@@ -36,6 +35,7 @@ from stillroom.teachers.live import open_live
 from stillroom.teachers.paired import TokenSpace, matched_tokens, reads_its_own_tokens
 from stillroom.teachers.quantize import check_quantisation
 from stillroom.teachers.served.teacher import served_rows
+from stillroom.teachers.several import for_source, is_cache
 from stillroom.teachers.signals import SignalSpec, served_spec
 from stillroom.teachers.sparse import describe
 from stillroom.training.loop import Stop

@@ -14,6 +14,7 @@ from refusals import refused
 from stillroom.config import load_config
 from stillroom.core.errors import ConfigError, InputsChanged
 from stillroom.core.types import DenseSignal, Needs
+from stillroom.teachers.cache.manifest import NAME
 from stillroom.telemetry import read_events
 from stillroom.training.distill import distill, resume
 from stillroom.training.run import RunState
@@ -26,7 +27,7 @@ MANY = {"train__gradient_accumulation_steps": 3, "objectives__kd__weight": 0.6, 
 
 @pytest.fixture
 def texts(tmp_path: Path) -> list[str]:
-    return [str(tiny.save_text(tmp_path / f"{name}.jsonl", 60, seed)) for name, seed in (("a", 5), ("b", 6))]
+    return [str(tiny.save_text(tmp_path / f"{name}.jsonl", 30, seed)) for name, seed in (("a", 5), ("b", 6))]
 
 
 @pytest.fixture(scope="module")
@@ -69,44 +70,44 @@ def test_each_source_is_answered_by_its_own_teacher(make_run: Any, texts: list[s
         assert isinstance(signal, DenseSignal) and torch.equal(signal.hidden, expected.hidden)
     assert seen == set(texts)
     held_out = run.eval_batches()[0]
-    assert torch.equal(run.teacher.observe(held_out, Needs()).hidden, run.teacher.main.observe(held_out, Needs()).hidden)
+    assert torch.equal(
+        run.teacher.observe(held_out, Needs()).hidden, run.teacher.main.observe(held_out, Needs()).hidden
+    )
     evidence, _ = attempt(run, RunState(), run.loader.window(0))
     assert set(evidence.sources) <= set(texts) and evidence.bad_teacher_rows == 0
 
 
 def test_a_source_learns_from_the_cache_of_its_teacher(
-    world: Path, tmp_path: Path, texts: list[str], other: str
+    make_run: Any, world: Path, tmp_path: Path, texts: list[str], other: str
 ) -> None:
     """The live main teacher and a stored one: `stillroom cache --source` asks about the rows of that source alone."""
-    few = {"teacher__signal__k": 320, "teacher__signal__kind": "top_k"}
+    few = {"teacher__signal__k": 320, "teacher__signal__kind": "top_k", **MANY}
     live = sources(texts, None, other)
-    config = load_config(overrides=tiny.settings(world, data__train=live, **MANY, **few))
+    config = load_config(overrides=tiny.settings(world, data__train=live, **few))
     told = make_cache(config, tmp_path / "cache", device="cpu", source=texts[1])
     everyone = make_cache(config, tmp_path / "main", device="cpu")
-    assert told["rows"] and told["teacher"]["teacher"] == other and everyone["teacher"]["teacher"] != other
+    assert told["teacher"]["teacher"] == other and everyone["teacher"]["teacher"] != other
     stored = sources(texts, None, str(tmp_path / "cache"))
-    one = run_of(world, tmp_path / "one", live, **CONCURRENT, **few)
-    two = run_of(world, tmp_path / "two", stored, **few)
-    both = run_of(world, tmp_path / "both", stored, teacher__cache=str(tmp_path / "main"))
-    assert losses(two.folder) == pytest.approx(losses(one.folder), rel=1e-3), "to a step of what is stored"
-    assert losses(both.folder) == pytest.approx(losses(one.folder), rel=1e-3)
+    runs = [
+        make_run(data__train=live, **CONCURRENT, **few),
+        make_run(data__train=stored, **few),
+        make_run(data__train=stored, teacher__cache=str(tmp_path / "main"), **MANY),
+    ]
+    assert [len(run.corpus.train.parts[1].rows) for run in runs] == [told["rows"]] * 3
+    for index in range(2):
+        found = [attempt(run, RunState(), run.loader.window(index))[0].loss for run in runs]
+        assert found[1:] == pytest.approx([found[0]] * 2, rel=1e-3), "to a step of what is stored"
     # Resumed, it is the same run; with other answers it is refused.
-    over = {**few, "train__save_steps": 2, "train__max_steps": 6}
-    config = load_config(overrides=tiny.settings(world, data__train=stored, **MANY, **over))
+    config = load_config(overrides=tiny.settings(world, data__train=stored, **few, train__save_steps=2))
     whole = distill(config, tmp_path / "whole", device="cpu")
-    assert tiny.in_child(lambda: distill(config, tmp_path / "parts", device="cpu", inject="kill@5")) == -9
-    manifest = tmp_path / "cache" / "manifest.json"
-    if not manifest.exists():
-        (manifest,) = (tmp_path / "cache").glob("*.json")
+    assert tiny.in_child(lambda: distill(config, tmp_path / "parts", device="cpu", inject="kill@7")) == -9
+    manifest = tmp_path / "cache" / NAME
     kept = manifest.read_bytes()
-    changed = json.loads(kept)
-    changed["teacher"] = {**changed["teacher"], "changed": "yes"}
-    manifest.write_text(json.dumps(changed))
+    manifest.write_text(json.dumps({**json.loads(kept), "teacher": {"changed": "yes"}}))
     with refused(InputsChanged, "cache"):
         resume(tmp_path / "parts", device="cpu")
     manifest.write_bytes(kept)
-    again = resume(tmp_path / "parts", device="cpu")
-    assert losses(again.folder) == losses(whole.folder)
+    assert losses(resume(tmp_path / "parts", device="cpu").folder) == losses(whole.folder)
 
 
 def test_a_second_live_teacher_is_asked_for_by_name(make_run: Any, world: Path, texts: list[str], other: str) -> None:
@@ -144,7 +145,9 @@ def test_only_a_source_with_its_own_model_has_a_cache_to_write(world: Path, tmp_
         make_cache(config, tmp_path / "cache", device="cpu", source=texts[0])
 
 
-def test_contexts_and_averages_go_with_several_teachers(world: Path, tmp_path: Path, texts: list[str], other: str) -> None:
+def test_contexts_and_averages_go_with_several_teachers(
+    world: Path, tmp_path: Path, texts: list[str], other: str
+) -> None:
     over = {"teacher__model": "ema", "teacher__ema_decay": 0.5, "data__teacher_prefix": "the room: ", **CONCURRENT}
     result = run_of(world, tmp_path / "run", sources(texts, None, other), train__save_steps=2, **over)
     saved = sorted((result.folder / "checkpoints").glob("step-*"))[-1]
