@@ -149,6 +149,10 @@ class MixedRows(Rows):
         part, place = self._place(index)
         return part.rows.other_prompt(place)
 
+    def in_context(self, index: int, prompt: list[int]) -> list[int]:
+        part, place = self._place(index)
+        return part.rows.in_context(place, prompt)
+
     def opens_document(self, index: int) -> bool:
         part, place = self._place(index)
         return part.rows.opens_document(place)

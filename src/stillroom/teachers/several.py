@@ -27,7 +27,7 @@ class BySource(Teacher):
         self.answers_together, self.writes_text = main.answers_together, main.writes_text
         self.answers_last, self.reads_other_rows = main.answers_last, main.reads_other_rows
         self.own_training = main.own_training
-        self.notes = tuple(note for teacher in self.everyone() for note in teacher.notes)
+        self.notes = main.notes
 
     def everyone(self) -> Iterator[Teacher]:
         yield from (self.main, *self.others.values())
