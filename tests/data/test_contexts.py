@@ -11,6 +11,8 @@ import pytest
 import tiny
 import torch
 from refusals import refused
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 from trl_templates import template
 
 from stillroom.config.schema import DataConfig
@@ -19,6 +21,9 @@ from stillroom.core.types import Batch
 from stillroom.data import open_data
 from stillroom.data.corpus import Corpus, TeacherRows
 from stillroom.data.loader import MixedRows
+from stillroom.data.packing import pack
+from stillroom.data.records import Record, Tally, WrittenTokens
+from stillroom.data.tokenize import Encoder, vocabulary_hash
 from stillroom.training.preflight import check_targets
 
 PREFIX = "the maid knows: "
@@ -179,7 +184,7 @@ def test_sources_with_and_without_a_context_share_a_batch(tmp_path: Path) -> Non
 
 def test_another_context_is_other_data(tmp_path: Path) -> None:
     spec = written(tmp_path, numbered({"prompt": "the room: ", "completion": "spirits"}))
-    found = [opened(spec, tiny.tokenizer(), teacher_prefix=prefix).train for prefix in ("", "a ", "the ")]
+    found = [opened(spec, tiny.tokenizer(), teacher_prefix=prefix).train for prefix in ("", "x: ", "y: ")]
     assert len({rows.digest() for rows in found}) == 3
     keys = [TeacherRows(rows).batch([0]).keys if len(rows.other_lengths) else rows.batch([0]).keys for rows in found]
     assert len(set(keys)) == 3, "a cache would mistake one for the other"
@@ -212,3 +217,28 @@ def test_a_template_that_prints_answers_otherwise_after_other_turns_is_refused(t
     )
     with refused(DataError, "", "template"):
         opened(written(tmp_path, numbered({"messages": CHAT})), tokenizer, teacher_prefix=PREFIX)
+
+
+def test_a_record_whose_answer_begins_inside_a_token_is_left_out_and_counted() -> None:
+    """Its first whole token of the answer is not the beginning of the answer: the teacher would miss a part of it."""
+    backend = Tokenizer(models.WordLevel({"[UNK]": 0, "<end>": 1, "time": 2, "a": 3}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer, tally = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>"), Tally()
+    inside = Record("x", (("a ti", False), ("me a", True)), "x").under("time ")
+    whole = Record("y", (("a ", False), ("time a", True)), "y").under("time ")
+    found = Encoder(tokenizer, tally)([inside, whole])
+    assert found.names == ("y",) and found.contexts is not None and found.contexts.of(0).tolist() == [2, 3]
+    assert tally.counters["unaligned_contexts"] == 1 and tally.counters["teacher_contexts"] == 1
+
+
+def test_tokens_that_a_model_wrote_follow_the_context_as_they_are() -> None:
+    tokenizer = tiny.tokenizer()
+    prompt, answer = (tokenizer(text)["input_ids"] for text in ("the room ", "keeps"))
+    split = [*tokenizer("ke")["input_ids"], *tokenizer("eps")["input_ids"]]
+    assert split != answer, "other tokens than the text would be encoded to"
+    written = WrittenTokens(tuple(prompt), tuple(split), vocabulary_hash(tokenizer))
+    record = Record("x", (("the room ", False), ("keeps", True)), "x", tokens=written).under(PREFIX)
+    batch = pack(Encoder(tokenizer, Tally())([record]), "rows", 64, Tally()).batch([0])
+    other = check_pair(batch)
+    assert other.scored_targets.tolist() == split
+    assert other.input_ids[0].tolist() == [*tokenizer(f"{PREFIX}the room ")["input_ids"], *split[:-1]]

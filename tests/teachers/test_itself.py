@@ -93,14 +93,14 @@ def test_the_base_answers_after_its_context_as_a_second_model_does(make_run: Any
 
 
 def test_asking_the_base_leaves_the_student_as_it_was(make_run: Any) -> None:
-    run = make_run(**SELF, student__adapter__dropout=0.2)
+    run = make_run(**SELF, **MIXED, student__adapter__dropout=0.2)
     train(run, 2)
     flags = {name: one.requires_grad for name, one in run.student.model.named_parameters()}
     before = copy.deepcopy(run.student.model.state_dict())
     with run.teacher.at_work(), run.teacher.at_work():
-        pass
+        assert not run.student.model.training, "dropout is off"
     first, second = (logits_of(run.teacher.observe(run.loader.window(0)[0], Needs())) for _ in range(2))
-    assert torch.equal(first, second), "dropout is off"
+    assert torch.equal(first, second)
     assert run.student.model.training
     assert flags == {name: one.requires_grad for name, one in run.student.model.named_parameters()}
     assert all(torch.equal(before[name], one) for name, one in run.student.model.state_dict().items())
@@ -162,6 +162,25 @@ def test_the_average_is_that_of_the_applied_steps(make_run: Any, adapter: dict[s
         expected_logits = network(input_ids=batch.input_ids).logits.reshape(-1, run.student.vocab_size)
     assert torch.allclose(logits_of(signal), expected_logits[batch.positions], atol=1e-5)
     assert not run.teacher.answers_last, "a later answer is another one"
+
+
+@pytest.mark.parametrize("mode", ["bf16-mixed", "fp16-mixed", "fp16-master", "fp16-split"])
+@pytest.mark.parametrize("teacher", [EMA, SELF], ids=["ema", "self"])
+def test_before_the_first_step_it_answers_as_the_student_does(
+    make_run: Any, teacher: dict[str, Any], mode: str
+) -> None:
+    run = make_run(**teacher, **MIXED, precision__mode=mode)
+    batch = run.loader.window(0)[0]
+    run.student.eval()
+    with torch.no_grad(), run.precision.autocast():
+        view = run.student.observe(batch, Needs())
+    signal = run.teacher.observe(batch, Needs())
+    assert torch.equal(signal.hidden, view.hidden) and torch.equal(signal.head.weight, view.head.weight)
+    run.student.train()
+    dtypes = {name: one.dtype for name, one in run.student.model.named_parameters()}
+    assert train(run, 2).applied == 2
+    assert dtypes == {name: one.dtype for name, one in run.student.model.named_parameters()}
+    assert all(one.dtype == torch.float32 for one in run.teacher.training.tensors().values())
 
 
 def test_a_skipped_step_leaves_the_average_bitwise_equal(make_run: Any) -> None:

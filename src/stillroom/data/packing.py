@@ -77,7 +77,7 @@ class Rows:
 
     def in_blocks(self, max_length: int) -> Rows:
         """The same documents end to end, cut into blocks: attention crosses from one document to the next."""
-        return pack(self._encoded, "blocks", max_length, Tally(), pad_id=self._pad_id)
+        return pack(replace(self._encoded, contexts=None), "blocks", max_length, Tally(), pad_id=self._pad_id)
 
     @property
     def is_packed(self) -> bool:

@@ -204,7 +204,7 @@ def _open_own(
 
 
 def _asked_alone(run: RunContext, name: str | None, named: Mapping[str, str]) -> RunContext:
-    """The run as one of several teachers sees it: the batches of its own source, or of those without a teacher."""
+    """The run as one of several teachers sees it: the batches of one source, or of all without a teacher."""
     if not named:
         return run
     return replace(run, window=lambda number: of_source(run.window(number), name, named))

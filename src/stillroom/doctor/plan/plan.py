@@ -230,7 +230,7 @@ def _alternatives(config: Config, shapes: Shapes, mode: str, rows: int) -> tuple
 
 
 def _of_teachers(config: Config) -> list[str]:
-    """What is to be known of teachers that are not one model of their own weights."""
+    """What to know of a teacher that is the student, and of those of single sources."""
     if not uses_teacher(config):
         return []
     notes = {
