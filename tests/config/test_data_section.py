@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stillroom.config import load_config
-from stillroom.config.schema import SHAPES, DataConfig, SourceConfig, template_pieces
+from stillroom.config.schema import CONTEXTS, SHAPES, DataConfig, SourceConfig, template_pieces
 from stillroom.core.errors import ConfigError
 from stillroom.data.records import FIELDS
 
@@ -78,7 +78,10 @@ def test_a_wrong_setting_is_refused_under_its_own_key(data: dict[str, Any], says
 
 
 def test_the_fields_of_a_map_are_those_that_records_are_made_of() -> None:
-    assert {field for shape in SHAPES for field in shape} == set(FIELDS) - {"tools"}
+    assert {field for shape in (*SHAPES, CONTEXTS) for field in shape} == set(FIELDS) - {"tools"}
+    DataConfig(columns={"prompt": "a", "completion": "b", "teacher_prompt": "c"})
+    with pytest.raises(ValueError, match="teacher_prompt"):
+        DataConfig(columns={"teacher_prompt": "c"})
 
 
 def test_doubled_braces_stand_for_themselves() -> None:

@@ -23,7 +23,8 @@ from stillroom.core.types import (
 )
 from stillroom.teachers import NO_TEACHER, Teacher
 from stillroom.teachers.base import kind_of
-from stillroom.teachers.paired import PairedTeacher
+from stillroom.teachers.paired import OtherRows, PairedTeacher
+from stillroom.teachers.several import BySource
 from stillroom.training.faults import Injector, make_hooks
 from stillroom.training.run import Hooks
 
@@ -74,10 +75,11 @@ def test_every_signal_has_one_kind() -> None:
     assert kind_of(None) == NO_TEACHER.kind
 
 
-def test_a_paired_teacher_hides_nothing_of_the_one_inside() -> None:
+@pytest.mark.parametrize("wrapper", [OtherRows, PairedTeacher, BySource])
+def test_a_teacher_around_others_hides_nothing_of_them(wrapper: type[Teacher]) -> None:
     """A method that the wrapper forgot would be the base's no-op: a server whose change of model is never seen."""
     asked = {name for name, value in vars(Teacher).items() if not name.startswith("_") and callable(value)}
-    assert asked <= set(vars(PairedTeacher))
+    assert not [name for name in asked if getattr(wrapper, name) is getattr(Teacher, name)]
 
 
 @pytest.mark.parametrize("kind", list(SIGNALS))

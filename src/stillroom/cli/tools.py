@@ -410,6 +410,9 @@ def write_cache(
         list[float] | None,
         typer.Option(metavar="T", help="store answers at this temperature in a folder inside DIR; repeatable"),
     ] = None,
+    source: Annotated[
+        str | None, typer.Option(metavar="PATH", help="ask the teacher of this source of data.train about its rows")
+    ] = None,
     device: Device = "auto",
     max_minutes: Annotated[
         float, typer.Option(metavar="N", help="stop after N minutes with exit code 75; 0: no limit")
@@ -433,7 +436,7 @@ def write_cache(
 
         _cache_print(import_cache(loaded.config, out, import_, format_), as_json=as_json)
         return
-    limits = {"device": device, "max_minutes": max_minutes, "temperatures": temperature or ()}
+    limits = {"device": device, "max_minutes": max_minutes, "temperatures": temperature or (), "source": source}
     _store(loaded, out, limits, as_json=as_json)
 
 
@@ -702,13 +705,15 @@ def _asked(
     folder, trust = here(run, needs="record"), Trust(*trusted)
     config = stored_config(folder, trust=trust)
     own_text = "" if data else config.data.eval or ""
-    named = {"teacher.model": "" if teacher else config.teacher.model, "data.eval": own_text}
+    # Of a student that taught itself the base is there to be compared with, an average is not.
+    own = {"self": config.student.model, "ema": None}.get(config.teacher.model, config.teacher.model)
+    named = {"teacher.model": "" if teacher else own or "", "data.eval": own_text}
     trust.check_addresses(named, str(run))
     length = max_length or config.data.max_length
     own_bos = config.data.bos if bos == "auto" else bos
     is_as_there = (length, own_bos) == (config.data.max_length, config.data.bos)
     text = data or _held_out(folder, config, is_as_there=is_as_there)
-    return _Asked(str(run), text, teacher or config.teacher.model, length, own_bos)
+    return _Asked(str(run), text, teacher or own, length, own_bos)
 
 
 def _held_out(folder: Path, config: Config, *, is_as_there: bool) -> HeldOut:

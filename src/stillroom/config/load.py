@@ -526,7 +526,7 @@ class Rule(NamedTuple):
 
 def _is_loaded(c: Config) -> bool:
     """Whether the teacher's weights are loaded on this machine at any time."""
-    if c.teacher.server:
+    if c.teacher.server or c.teacher.is_student:
         return False
     is_stored = c.teacher.cache not in (None, "auto") and c.teacher.signal.compare == "stored"
     return c.student.init == "shrink" or (c.objectives.asks_teacher and not is_stored)
@@ -577,6 +577,9 @@ RULES: tuple[Rule, ...] = (
         "the teacher is not loaded",
     ),
     Rule("teacher.max_quantisation_kl", lambda c: c.teacher.quantisation != "none", "teacher.quantisation is none"),
+    Rule("teacher.ema_decay", lambda c: c.teacher.model == "ema", "teacher.model is {c.teacher.model}"),
+    Rule("teacher.concurrent", lambda c: c.data.source_teachers, "no source of data.train has its own teacher"),
+    Rule("data.teacher_prefix", lambda c: c.objectives.asks_teacher, "no objective asks the teacher"),
     Rule("teacher.signal.compare", lambda c: c.teacher.cache, "teacher.cache is not set"),
     Rule("teacher.router.patterns", lambda c: c.teacher.router.mode != "frozen", _ROUTER_MODE),
     Rule(

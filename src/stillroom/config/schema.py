@@ -424,7 +424,14 @@ Recipes = Literal[Blocks, "q4_k_m", "q5_k_m", "q6_k"]  # the others by llama.cpp
 class TeacherConfig(ModelSection):
     model: str = Field(
         "builtin:teacher",
-        description="folder, hub id, GGUF file, LoRA adapter folder, builtin:teacher or builtin:moe-teacher",
+        description="folder, hub id, GGUF file, LoRA adapter folder, builtin:teacher or builtin:moe-teacher; self: the "
+        "frozen base under student.adapter; ema: an average of the student over its steps",
+    )
+    ema_decay: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.999, description="with model = ema: share of the average that each applied step keeps"
+    )
+    concurrent: bool = Field(
+        False, description="hold the models of data.train[].teacher in memory with each other and with this one"
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         "auto",
@@ -462,6 +469,24 @@ class TeacherConfig(ModelSection):
     requests: RequestsConfig = Field(default_factory=RequestsConfig)
     signal: SignalConfig = Field(default_factory=SignalConfig)
     router: RouterConfig = Field(default_factory=RouterConfig)
+
+    @property
+    def is_student(self) -> bool:
+        """Whether the student's own network answers: without its adapter, or with averaged weights."""
+        return self.model in ("self", "ema")
+
+    @model_validator(mode="after")
+    def _has_no_weights(self) -> TeacherConfig:
+        """What a teacher inside of the student cannot have: files, or a place of its weights."""
+        if not self.is_student:
+            return self
+        alike = {"cache": bool(self.cache), "server": bool(self.server), "revision": bool(self.revision)}
+        alike |= {"dtype": self.dtype != "auto", "placement": self.placement != "device"}
+        alike |= {"quantisation": self.quantisation != "none", "router.mode": self.router.mode != "frozen"}
+        alike |= {"signal.kind": self.signal.kind not in ("auto", "dense")}
+        for name in (name for name, is_set in alike.items() if is_set):
+            raise ValueError(f"teacher.model = {self.model!r} is the student's own network: leave teacher.{name} out")
+        return self
 
     @model_validator(mode="after")
     def _live_gates(self) -> TeacherConfig:
@@ -661,6 +686,7 @@ SHAPES = (
     ("messages",),
     ("conversations",),
 )
+CONTEXTS = ("teacher_messages", "teacher_prompt")  # what the teacher alone reads, in addition to a shape
 Pieces = tuple[tuple[str, str | None], ...]  # (literal text, name of the column that follows it, if any)
 
 
@@ -703,7 +729,7 @@ class Layout(Section):
     @field_validator("columns")
     @classmethod
     def _are_a_shape(cls, columns: dict[str, str]) -> dict[str, str]:
-        if columns and not any(set(columns) - {"tools"} == set(shape) for shape in SHAPES):
+        if columns and not any(set(columns) - {"tools", *CONTEXTS} == set(shape) for shape in SHAPES):
             known = " or ".join(", ".join(shape) for shape in SHAPES) + ", and tools"
             raise ValueError(f"names the fields {', '.join(columns)}; a record is made of {known}")
         if any(not column for column in columns.values()):
@@ -754,6 +780,17 @@ class SourceConfig(Layout):
     objectives: Literal["all", "labels"] = Field(
         "all", description="labels: learn from the text alone; the teacher is not asked about this source"
     )
+    teacher: str | None = Field(
+        None,
+        description="another teacher for this source: a folder written by `stillroom cache --source`, or a model; "
+        "none: that of [teacher], which also answers held-out text",
+    )
+
+    @model_validator(mode="after")
+    def _asks_it(self) -> SourceConfig:
+        if self.teacher and self.objectives == "labels":
+            raise ValueError("objectives = 'labels' asks no teacher about this source: leave its teacher out")
+        return self
 
 
 SOURCE_TAGS = ("<name>", "<sources>")  # pydantic's names of the two forms of `train`, in its errors
@@ -839,6 +876,11 @@ class DataConfig(Layout):
         "left out; split: consecutive rows, as of plain text, which is always split",
     )
     train_on_prompt: bool = Field(False, description="score the prompt's tokens too")
+    teacher_prefix: str = Field(
+        "",
+        description="text that only the teacher reads before each record: as a system message of chats, as it stands "
+        "before other text. Records may have their own, in teacher_messages or teacher_prompt",
+    )
     min_coverage: Annotated[float, Field(ge=0, le=1)] = Field(
         0.5,
         description="with a teacher of another tokenizer: least share of the scored text's bytes that both "
@@ -894,6 +936,12 @@ class DataConfig(Layout):
         named = zip(self.source_names, self.sources, strict=True)
         return frozenset(name for name, source in named if source.objectives == "labels")
 
+    @property
+    def source_teachers(self) -> dict[str, str]:
+        """The teachers that sources have apart from the run's, by the names of the sources."""
+        named = zip(self.source_names, self.sources, strict=True)
+        return {name: source.teacher for name, source in named if source.teacher}
+
     def named(self, spec: str) -> SourceConfig:
         """A spec such as `eval` as a source with the section's layout."""
         return self._with_layout(SourceConfig(path=spec))
@@ -907,7 +955,7 @@ class DataConfig(Layout):
     def is_mixed(self) -> bool:
         """Whether the sources' rows are drawn by weight and kept apart. A list of one plain source is that source."""
         first, *others = self.sources
-        return bool(others) or first.weight != 1.0 or first.objectives != "all"
+        return bool(others) or first.weight != 1.0 or first.objectives != "all" or bool(first.teacher)
 
     def _with_layout(self, source: SourceConfig) -> SourceConfig:
         layout = {name: getattr(self, name) for name in Layout.model_fields}
@@ -1713,6 +1761,12 @@ class Config(Section):
             )
         if self.teacher.placement == "shard":
             self._refuse_uneven_questions()
+        if self.teacher.is_student:
+            self._refuse_with_student_as_teacher()
+        if self.data.teacher_prefix and (problem := self.no_contexts()):
+            raise ValueError(f"data.teacher_prefix: {problem}")
+        if self.data.source_teachers and (problem := self._no_source_teachers()):
+            raise ValueError(f"data.train[].teacher: {problem}")
         if self.rollouts is not None:
             self._refuse_with_rollouts(self.rollouts)
         self._selectable()
@@ -1742,6 +1796,65 @@ class Config(Section):
                 "a sharded student writes no text during a run: leave eval.prompts and eval.tasks out and choose by "
                 "perplexity or objective, or set train.strategy = 'ddp'"
             )
+
+    def _refuse_with_student_as_teacher(self) -> None:
+        model = self.teacher.model
+        problems = {
+            "is the frozen base under an adapter: set student.adapter, or teacher.model = 'ema'": (
+                model == "self" and self.student.adapter is None
+            ),
+            "averages weights as they are trained, and student.quantise rounds them: leave one out": (
+                model == "ema" and bool(self.student.quantise)
+            ),
+            "has the student's tokens: leave student.init = 'shrink' and student.vocabulary = 'teacher' out": (
+                self.student.reads_as_teacher
+            ),
+            f"has the student's tokens: leave objectives {', '.join(self.objectives.span_weights)} out": (
+                bool(self.objectives.span_weights)
+            ),
+            "runs the whole student outside of its step: set train.strategy = 'ddp' or 'single'": (
+                self.train.strategy == "fsdp"
+            ),
+        }
+        for problem in (problem for problem, is_there in problems.items() if is_there):
+            raise ValueError(f"teacher.model = {model!r} {problem}")
+
+    def no_contexts(self) -> str:
+        """Why the teacher cannot read other text before a record than the student; empty where it can."""
+        problems = {
+            "it ends where the first scored token begins: set data.train_on_prompt = false": self.data.train_on_prompt,
+            "a row of blocks holds several records: set data.packing = 'rows'": self.data.packing == "blocks",
+            "objectives of spans give the teacher rows in its own tokens: leave "
+            f"{', '.join(self.objectives.span_weights)} out": bool(self.objectives.span_weights),
+            "layers are compared position by position, and the teacher's rows are longer: leave "
+            f"{', '.join(self.objectives.inner_weights)} out": bool(self.objectives.inner_weights),
+            "gates are changed on the student's rows: set teacher.router.mode = 'frozen'": (
+                self.teacher.router.mode != "frozen"
+            ),
+            "[rollouts] make rows of prompts without it: leave one of both out": self.rollouts is not None,
+            "eval.select = 'own_kl' asks the teacher without it: choose by objective": self.eval.select == "own_kl",
+        }
+        return next((problem for problem, is_there in problems.items() if is_there), "")
+
+    def _no_source_teachers(self) -> str:
+        problems = {
+            "no objective asks a teacher: give objectives.kd.weight": not self.objectives.asks_teacher,
+            f"they share the student's tokens: leave {', '.join(self.objectives.span_weights)} out": bool(
+                self.objectives.span_weights
+            ),
+            f"layers of different teachers are not alike: leave {', '.join(self.objectives.inner_weights)} out": bool(
+                self.objectives.inner_weights
+            ),
+            "they have the tokens of a student that is loaded: leave student.init = 'shrink' and student.vocabulary = "
+            "'teacher' out": self.student.reads_as_teacher,
+            "gates are changed for one teacher: set teacher.router.mode = 'frozen'": (
+                self.teacher.router.mode != "frozen"
+            ),
+            "all processes must ask a sharded teacher as often: set teacher.placement = 'device'": (
+                self.teacher.placement == "shard"
+            ),
+        }
+        return next((problem for problem, is_there in problems.items() if is_there), "")
 
     def _refuse_uneven_questions(self) -> None:
         """All processes must ask a sharded teacher as often, or the others wait for the one that does not."""

@@ -325,7 +325,8 @@ class SpecReader:
         return ReadDocuments(records)
 
     def _builtin(self, spec: str) -> tuple[Documents, Documents]:
-        records, is_stdlib = embedded_records(spec, train_on_prompt=self.config.train_on_prompt)
+        found, is_stdlib = embedded_records(spec, train_on_prompt=self.config.train_on_prompt)
+        records = [record.under(self.config.teacher_prefix) for record in found]
         self.tally.counters["records"] += len(records)
         self.tally.shapes["embedded"] += len(records)
         if not is_stdlib:
@@ -525,6 +526,15 @@ def _asked_packing(config: DataConfig, encoded: Encoded, tally: Tally) -> Packin
     num_prompted, num_documents = int(encoded.prompts.sum()), encoded.num_documents
     if not num_documents:
         return "rows"
+    if encoded.contexts is not None and config.packing in ("auto", "blocks"):
+        if config.packing == "blocks":
+            raise ConfigError(
+                "the teacher reads a context before each record, and a row of blocks holds several",
+                where="data.packing",
+                advice=["--set data.packing=rows", "--set data.packing=packed"],
+            )
+        tally.detail("each record is trained in its own rows: the teacher reads a context before each")
+        return "rows"
     if config.packing == "blocks" and num_prompted:
         tally.note("records share training rows, prompts and answers of several in one: data.packing is blocks")
     if config.packing != "auto":
@@ -585,6 +595,9 @@ def _note_counts(tally: Tally) -> None:
         "that was cut at a length is read as if it ended there",
         "ids_of_another_text": "{:,} answers are tokenized again: their ids spell another text than stands there",
         "unread_ids": "{:,} answers are tokenized again, for two tokenizers: their ids are not read",
+        "teacher_contexts": "{:,} records are read by the teacher after another beginning than the student's",
+        "unaligned_contexts": "{:,} records are left out: their answer begins inside a token, and the teacher reads "
+        "another beginning",
         "straddling_tokens": "{:,} tokens hold both scored and unscored text and are not scored",
         "rows_without_targets": "{:,} rows are left out: no target in them is scored",
         "unpaired_chats": "{:,} chats are learned from the labels alone: the teacher's template cannot print them",
@@ -596,11 +609,11 @@ def _note_counts(tally: Tally) -> None:
             tally.note(sentence.format(count))
 
 
-# -- the rows of a teacher with its own tokenizer ----------------------------------------------------------
+# -- the rows of a teacher with its own tokenizer, or with a context ---------------------------------------
 
 
 class TeacherRows(Rows):
-    """Row r is what a teacher with its own tokenizer reads for row r of the student."""
+    """Row r is what a teacher with its own tokenizer or context reads for row r of the student."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
@@ -617,7 +630,8 @@ class TeacherRows(Rows):
         return self._rows.other_lengths
 
     def batch(self, indices: Sequence[int] | Ints, *, index: int = 0) -> Batch:
-        return other_of(self._rows.batch(indices, index=index))
+        batch = self._rows.batch(indices, index=index)
+        return batch.other or batch
 
 
 def other_of(batch: Batch) -> Batch:

@@ -100,7 +100,11 @@ class MixedRows(Rows):
 
     @cached_property
     def other_lengths(self) -> Ints:
-        return np.concatenate([part.rows.other_lengths for part in self.parts])
+        theirs = [part.rows.other_lengths for part in self.parts]
+        if not any(len(own) for own in theirs):
+            return theirs[0]
+        pairs = zip(theirs, self.parts, strict=True)
+        return np.concatenate([own if len(own) else part.rows.lengths for own, part in pairs])
 
     @cached_property
     def longest(self) -> Ints:
@@ -144,6 +148,10 @@ class MixedRows(Rows):
     def other_prompt(self, index: int) -> list[int]:
         part, place = self._place(index)
         return part.rows.other_prompt(place)
+
+    def in_context(self, index: int, prompt: list[int]) -> list[int]:
+        part, place = self._place(index)
+        return part.rows.in_context(place, prompt)
 
     def opens_document(self, index: int) -> bool:
         part, place = self._place(index)
@@ -239,8 +247,9 @@ def _stacked(batches: Sequence[Batch], pads: dict[str, int]) -> Batch:
 
 
 def _stacked_pair(batches: Sequence[Batch], padded: Callable[[str], Tensor]) -> dict[str, Any]:
-    """The teacher's rows of all batches as one, and the spans; nothing where there is one tokenizer."""
-    others = [batch.other for batch in batches if batch.other is not None]
+    """The teacher's rows of all batches as one, and the spans; nothing where it reads the student's."""
+    has_others = any(batch.other is not None for batch in batches)
+    others = [batch.other or batch for batch in batches] if has_others else []
     found: dict[str, Any] = {"other": _stacked(others, _OTHER_PADS)} if others else {}
     names = [name for name in ("spans", "is_exact") if getattr(batches[0], name) is not None]
     return found | {name: padded(name) for name in names}

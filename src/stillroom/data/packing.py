@@ -79,7 +79,7 @@ class Rows:
 
     def in_blocks(self, max_length: int) -> Rows:
         """The same documents end to end, cut into blocks: attention crosses from one document to the next."""
-        return pack(self._encoded, "blocks", max_length, Tally(), pad_id=self._pad_id)
+        return pack(replace(self._encoded, contexts=None), "blocks", max_length, Tally(), pad_id=self._pad_id)
 
     @property
     def is_packed(self) -> bool:
@@ -92,12 +92,24 @@ class Rows:
         inputs: Ints = self._ends - self._starts - 1
         return inputs if self._firsts is None else np.add.reduceat(inputs, self._firsts[:-1])
 
+    @cached_property
+    def _tails(self) -> Ints:
+        """[P] Where the tokens begin that the teacher reads of a piece after the context, which may replace some."""
+        contexts = self._encoded.contexts
+        assert contexts is not None
+        documents = self._encoded.documents_at(self._starts)
+        replaced = np.where(contexts.numbers >= 0, contexts.firsts, 0)[documents]
+        return np.minimum(np.maximum(self._starts, self._encoded.bounds[documents] + replaced), self._ends)
+
     @property
     def other_lengths(self) -> Ints:
-        """[R] Inputs of the teacher's row for each row; empty where there is one tokenizer."""
-        if self.beside is None:
+        """[R] Inputs of the teacher's row for each row; empty where it reads the student's."""
+        if (contexts := self._encoded.contexts) is not None:
+            inputs = contexts.lengths[self._encoded.documents_at(self._starts)] + self._ends - self._tails - 1
+        elif self.beside is not None:
+            inputs = self.beside.lengths
+        else:
             return np.empty(0, np.int64)
-        inputs = self.beside.lengths
         return inputs if self._firsts is None else np.add.reduceat(inputs, self._firsts[:-1])
 
     @property
@@ -149,6 +161,9 @@ class Rows:
             for tokens, kind in ((encoded.ids, "<i4"), (encoded.is_scored, "?")):
                 for start in range(0, len(tokens), _CHUNK):
                     found.update(np.ascontiguousarray(tokens[start : start + _CHUNK], kind).data)
+        if (contexts := self._encoded.contexts) is not None:
+            for places in (contexts.ids, contexts.bounds, contexts.numbers, contexts.firsts):
+                found.update(np.ascontiguousarray(places, "<i8").data)
         for places in (self._starts, self._ends, *([self._firsts] if self._firsts is not None else [])):
             found.update(np.ascontiguousarray(places, "<i8").data)
         return found.hexdigest()[:32]
@@ -160,8 +175,13 @@ class Rows:
 
     def _pieces(self, row: int) -> list[tuple[int, int]]:
         """The tokens of each piece of a row."""
-        pieces = slice(row, row + 1) if self._firsts is None else slice(self._firsts[row], self._firsts[row + 1])
+        numbers = self._numbers(row)
+        pieces = slice(numbers.start, numbers.stop)
         return list(zip(self._starts[pieces].tolist(), self._ends[pieces].tolist(), strict=True))
+
+    def _numbers(self, row: int) -> range:
+        """The numbers of a row's pieces."""
+        return range(row, row + 1) if self._firsts is None else range(*self._firsts[row : row + 2].tolist())
 
     def question(self, index: int) -> tuple[list[int], list[int]]:
         """The tokens before the first scored target, and the run of scored tokens from there.
@@ -234,7 +254,45 @@ class Rows:
             "index": index,
         }
         batch = self._batch(self._encoded, [[(*piece, 0) for piece in row] for row in rows], self._pad_id, names)
+        if self._encoded.contexts is not None:
+            return replace(batch, other=self._in_context([int(row) for row in indices], names))
         return batch if self.beside is None else self._paired(batch, [int(row) for row in indices])
+
+    def _in_context(self, rows: list[int], names: dict[str, Any]) -> Batch:
+        """The rows as the teacher reads them: each piece after its context, with the very targets of the student."""
+        encoded, contexts = self._encoded, self._encoded.contexts
+        assert contexts is not None
+        parts: list[tuple[npt.NDArray[Any], ...]] = []
+        ranges: list[list[tuple[int, int, int]]] = []
+        place = 0
+        for row in rows:
+            ranges.append([])
+            for piece in self._numbers(row):
+                start, tail, end = (int(places[piece]) for places in (self._starts, self._tails, self._ends))
+                context = contexts.of(int(encoded.documents_at(np.array([start]))[0]))
+                is_scored = encoded.is_scored[tail:end].copy()
+                is_scored[: int(tail == start)] = False  # the student's first token is not a target
+                nothing = np.zeros_like(context)
+                parts.append(
+                    (
+                        np.concatenate([context, encoded.ids[tail:end]]),
+                        np.concatenate([nothing, encoded.num_bytes[tail:end]]),
+                        np.concatenate([nothing != 0, is_scored]),
+                    )
+                )
+                ranges[-1].append((place, place + len(parts[-1][0]), 0))
+                place = ranges[-1][-1][1]
+        ids, num_bytes, is_target = (np.concatenate(column) for column in zip(*parts, strict=True))
+        read = Encoded(ids, num_bytes, is_target, bounds=np.array([0, place]), names=("",), groups=("",))
+        return self._batch(read, ranges, self._pad_id, names)
+
+    def in_context(self, index: int, prompt: list[int]) -> list[int]:
+        """A prompt, the beginning of a row, as the teacher reads it."""
+        if self._encoded.contexts is None:
+            return prompt
+        piece = self._numbers(index)[0]
+        context = self._encoded.contexts.of(int(self._encoded.documents_at(self._starts[piece : piece + 1])[0]))
+        return [*context.tolist(), *prompt[int(self._tails[piece] - self._starts[piece]) :]]
 
     def _batch(
         self, encoded: Encoded, rows: list[list[tuple[int, int, int]]], pad_id: int, names: dict[str, Any]
@@ -274,7 +332,7 @@ class Rows:
         """The batch with the teacher's rows, and the spans of both."""
         paired, beside = self._encoded.paired, self.beside
         assert paired is not None and beside is not None
-        pieces = [range(row, row + 1) if self._firsts is None else range(*self._firsts[row : row + 2]) for row in rows]
+        pieces = [self._numbers(row) for row in rows]
         theirs = [[(int(beside.starts[p]), int(beside.ends[p]), int(beside.targets[p])) for p in own] for own in pieces]
         names = {"sample_ids": batch.sample_ids, "documents": batch.documents, "index": batch.index}
         other = self._batch(paired.encoded, theirs, paired.pad_id, names)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from stillroom.config.schema import DataConfig, Layout
+from stillroom.config.schema import CONTEXTS, DataConfig, Layout
 from stillroom.core.errors import DataError
 from stillroom.core.types import Detail
 
@@ -45,6 +45,7 @@ FIELDS = (
     "output",
     "text",
     "tools",
+    *CONTEXTS,
 )
 RESULTS = ("tool", "function", "ipython", "observation")  # roles whose text a tool wrote
 _THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
@@ -85,10 +86,24 @@ class Record:
     group: str = ""
     has_template: bool = False  # a chat template printed it: parse special tokens in it
     tokens: WrittenTokens | None = None  # the record as a model wrote it: never encoded again with that vocabulary
+    context: str | None = None  # what the teacher reads before the first scored text; None: what the student reads
 
     @property
     def text(self) -> str:
         return "".join(text for text, _ in self.segments)
+
+    def under(self, prefix: str) -> Record:
+        """The record with a text that only the teacher reads, before all others."""
+        return replace(self, context=prefix + joined(self.segments[: num_before(self.segments)])) if prefix else self
+
+
+def num_before(segments: Segments) -> int:
+    """The number of segments before the first scored one."""
+    return next((place for place, (_, is_scored) in enumerate(segments) if is_scored), len(segments))
+
+
+def joined(segments: Segments) -> str:
+    return "".join(text for text, _ in segments)
 
 
 @dataclass(frozen=True)
@@ -239,6 +254,7 @@ class Shaper:
     prints_pairs: bool = False  # a prompt with an answer is given to `write_chat` as a chat of two turns
     thoughts: Literal["keep", "drop"] = "keep"
     layout: Layout = field(default_factory=Layout)
+    teacher_prefix: str = ""
 
     @staticmethod
     def of(config: DataConfig, source: Layout, write_chat: ChatWriter, tally: Tally) -> Shaper:
@@ -249,6 +265,7 @@ class Shaper:
             prints_pairs=config.chat != "off",
             thoughts=config.thoughts,
             layout=source,
+            teacher_prefix=config.teacher_prefix,
         )
 
     def __call__(self, where: str, value: object) -> Record:
@@ -257,7 +274,7 @@ class Shaper:
         if self.layout.has_layout and (missing := missing_columns(value, self.layout)):
             raise Unusable(f"has no column {missing[0]}")
         if self.layout.template:
-            return self._templated(where, value)
+            return self._templated(where, value).under(self.teacher_prefix)
         if self.layout.columns:
             value = renamed(value, self.layout.columns)
         shape = next((shape for shape in _NEEDED if all(name in value for name in _NEEDED[shape])), None)
@@ -294,7 +311,15 @@ class Shaper:
                 context = self._text(value, "input") if value.get("input") is not None else ""
                 asked = self._full(value, "instruction") + (f"\n\n{context}" if context else "")
                 return self._pair(where, value, asked, "\n\n", "output")
-        return self._plain(where, "", self._full(value, "text"))
+        return self._in_context(value, self._plain(where, "", self._full(value, "text")))
+
+    def _in_context(self, value: Mapping[str, Any], record: Record) -> Record:
+        """The record with what the teacher reads before its first scored text, where that is something else."""
+        if value.get("teacher_messages") is not None:
+            raise Unusable("teacher_messages is for chats: give teacher_prompt")
+        if value.get("teacher_prompt") is not None:
+            return replace(record, context=self.teacher_prefix + self._full(value, "teacher_prompt"))
+        return record.under(self.teacher_prefix)
 
     def _templated(self, where: str, value: Mapping[str, Any]) -> Record:
         columns = self.layout.needed_columns
@@ -323,9 +348,9 @@ class Shaper:
         if not self.prints_pairs:
             self.tally.detail("records of a prompt and an answer are read as they stand (data.chat)")
         if not self.prints_pairs or is_blank(asked) or all(one in value for one in _TOKENS):
-            return self._plain(where, asked + joint, answer)
+            return self._in_context(value, self._plain(where, asked + joint, answer))
         turns = (Turn("user", asked), Turn("assistant", answer))
-        return self._printed(where, Chat(turns, self._tools(value), (asked + joint, answer)))
+        return self._printed(where, Chat(turns, self._tools(value), (asked + joint, answer)), value)
 
     def _chat(self, where: str, turns: tuple[Turn, ...], name: str, value: Mapping[str, Any]) -> Record:
         answers = [number for number, turn in enumerate(turns, 1) if turn.role == "assistant" and not turn.is_given]
@@ -336,17 +361,49 @@ class Shaper:
             raise Unusable(f"{name}, turn {empty[0]} is empty, and no other answer is there to learn from")
         if self.train_on_prompt and any(turn.role in RESULTS for turn in turns):
             raise Unusable("has results of tools, which are not learned: data.train_on_prompt would score them")
-        record = self._printed(where, Chat(turns, self._tools(value)))
+        record = self._printed(where, Chat(turns, self._tools(value)), value)
         self.tally.counters["empty_answers"] += len(empty)
         return record
 
-    def _printed(self, where: str, chat: Chat) -> Record:
+    def _printed(self, where: str, chat: Chat, value: Mapping[str, Any]) -> Record:
         segments, has_template = self.write_chat(chat)
         if self.train_on_prompt:
             segments = tuple((text, True) for text, _ in segments)
         if not any(text for text, is_scored in segments if is_scored):
             raise Unusable("the chat has nothing to score")
-        return Record(where, segments, chat.key, has_template=has_template)
+        record = Record(where, segments, chat.key, has_template=has_template)
+        if chat.pair is not None and not has_template:
+            return self._in_context(value, record)
+        return replace(record, context=self._chat_context(chat, value, segments))
+
+    def _chat_context(self, chat: Chat, value: Mapping[str, Any], segments: Segments) -> str | None:
+        """What the teacher reads before the first scored answer: its own turns in place of those before it."""
+        turns, wanted = chat.turns, "teacher_messages" if chat.pair is None else "teacher_prompt"
+        for name in {*CONTEXTS} - {wanted}:
+            if value.get(name) is not None:
+                raise Unusable(f"{name} does not belong to this shape of record: give {wanted}")
+        first = next((at for at, turn in enumerate(turns) if turn.role == "assistant" and not turn.is_given), None)
+        if first is None:
+            return None
+        own = turns[:first]
+        if value.get(wanted) is not None:
+            one = chat.pair is not None
+            own = (Turn("user", self._full(value, wanted)),) if one else self.turns(value[wanted], wanted)
+        if self.teacher_prefix:
+            system, rest = (own[0].content, own[1:]) if own and own[0].role == "system" else ("", own)
+            own = (Turn("system", f"{self.teacher_prefix}\n\n{system}" if system else self.teacher_prefix), *rest)
+        if own == turns[:first]:
+            return None
+        counters = self.tally.counters.copy()  # what the print for the student counted
+        try:
+            other, _ = self.write_chat(replace(chat, turns=(*own, *turns[first:])))
+        except Unusable as error:
+            raise Unusable(f"as the teacher reads it: {error}") from error
+        self.tally.counters = counters
+        answers = segments[num_before(segments) :]
+        if other[-len(answers) :] != answers:
+            raise Unusable("the chat template prints the answers otherwise after the teacher's turns")
+        return joined(other[: -len(answers)])
 
     def turns(self, messages: object, name: str) -> tuple[Turn, ...]:
         """The turns of a chat."""

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stillroom.config.schema import DataConfig, Layout, SourceConfig
-from stillroom.core.errors import DataError
+from stillroom.core.errors import ConfigError, DataError
 from stillroom.core.files import is_disk_full, reason_of, replaced_folder, sum_of_file, write_durably
 from stillroom.core.locks import hold
 from stillroom.core.remote import copies_folder
@@ -49,7 +49,17 @@ from stillroom.data.sources import (
     read_file,
     read_files,
 )
-from stillroom.data.tokenize import Encoded, Encoder, Ints, Numbers, TokenizedRecord, Tokenizer, Tokens, opening_ids
+from stillroom.data.tokenize import (
+    Contexts,
+    Encoded,
+    Encoder,
+    Ints,
+    Numbers,
+    TokenizedRecord,
+    Tokenizer,
+    Tokens,
+    opening_ids,
+)
 from stillroom.data.two_tokenizers.align import Coverage, Spans
 from stillroom.data.two_tokenizers.encode import Paired, PairEncoder, TwoTokenizers
 
@@ -113,6 +123,7 @@ _AFTER_TOKENIZING = frozenset(
         "max_bad_share",
         "cache",
         "day",  # in the variant of the entry, where a template prints it
+        "teacher_prefix",  # the store is not used with one
     }
 )
 _ORIGIN = ("is_local", "local_files_only", "name_or_path", "revision", "trust_remote_code", "token", "cache_dir")
@@ -231,6 +242,7 @@ def stored_files(
         tally.note("the token store is not used: the tokenizer cannot be saved, so it cannot be recognised")
         return None
     why_not = "data.max_records may end inside of a file" if config.max_records else ""
+    why_not = why_not or ("it keeps no context of the teacher" if config.teacher_prefix else "")
     if cuts and source.has_layout:
         why_not = why_not or "a lone text with a layout is cut into pieces after it was laid out"
     if why_not:
@@ -390,6 +402,12 @@ class TokenStore:
         write_chat = chat_writer(self.tokenizer, tally, self.config) if pair is None else pair.chats
         (source,) = self.config.sources
         records = list(Shaper.of(self.config, source, write_chat, tally).records(items))
+        if named := next((record.id for record in records if record.context is not None), None):
+            raise ConfigError(
+                "the token store keeps no context of the teacher, and records have teacher_messages or teacher_prompt",
+                where=named,
+                advice=["--set data.cache=off tokenizes the data in memory"],
+            )
         tally.counters["records"] += len(records)
         if pair is not None:
             return list(pair.documents(records))
@@ -741,4 +759,5 @@ def end_to_end(several: Sequence[Encoded]) -> Encoded:
         groups=_ChosenStrings([one.groups for one in several], documents),
         has_prompt=np.concatenate([one.prompts for one in several]),
         paired=Paired.joined([one.paired for one in several if one.paired is not None]),
+        contexts=Contexts.joined(several),
     )

@@ -16,7 +16,7 @@ import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from stillroom.core.errors import BrokenAtStart, ConfigError, DataError, foreign_errors
 from stillroom.core.files import reason_of
-from stillroom.data.records import Record, Tally, WrittenTokens
+from stillroom.data.records import Record, Tally, WrittenTokens, joined, num_before
 
 if TYPE_CHECKING:
     from stillroom.data.two_tokenizers.encode import Paired
@@ -47,6 +47,55 @@ class Tokens(Protocol):
 
 
 @dataclass(frozen=True)
+class Contexts:
+    """What the teacher reads of each document before its first scored token, where that is not what the student reads.
+
+    Context k is the tokens bounds[k] to bounds[k + 1]; documents may share one.
+    """
+
+    ids: npt.NDArray[np.int32]
+    bounds: Ints
+    numbers: Ints  # [D] the context of each document; -1: the tokens that the student reads
+    firsts: Ints  # [D] tokens of the document before its first scored one, which the context replaces
+
+    def of(self, document: int) -> npt.NDArray[np.int32]:
+        """The tokens of a document's context; none where it has none."""
+        number = int(self.numbers[document])
+        return self.ids[self.bounds[number] : self.bounds[number + 1]] if number >= 0 else self.ids[:0]
+
+    @cached_property
+    def lengths(self) -> Ints:
+        """[D] The tokens of each document's context."""
+        return np.where(self.numbers >= 0, np.append(np.diff(self.bounds), 0)[self.numbers], 0)
+
+    @staticmethod
+    def made(contexts: Sequence[Sequence[int] | None], firsts: Sequence[int]) -> Contexts:
+        """The contexts of documents, equal ones once."""
+        table: dict[tuple[int, ...], int] = {}
+        numbers = [-1 if ids is None else table.setdefault(tuple(ids), len(table)) for ids in contexts]
+        flat = np.array([token for ids in table for token in ids], np.int32)
+        bounds = np.cumsum([0, *(len(ids) for ids in table)], dtype=np.int64)
+        return Contexts(flat, bounds, np.array(numbers, np.int64), np.array(firsts, np.int64))
+
+    @staticmethod
+    def joined(several: Sequence[Encoded]) -> Contexts | None:
+        """Those of several collections of documents, one after the other; None where none has any."""
+        if all(one.contexts is None for one in several):
+            return None
+        parts = [one.contexts or Contexts.made([None] * one.num_documents, [0] * one.num_documents) for one in several]
+        tokens = np.cumsum([0, *(len(one.ids) for one in parts)])
+        seen = np.cumsum([0, *(len(one.bounds) - 1 for one in parts)])
+        return Contexts(
+            np.concatenate([one.ids for one in parts]),
+            np.concatenate([[0], *(one.bounds[1:] + at for one, at in zip(parts, tokens, strict=False))]),
+            np.concatenate(
+                [np.where(one.numbers < 0, -1, one.numbers + at) for one, at in zip(parts, seen, strict=False)]
+            ),
+            np.concatenate([one.firsts for one in parts]),
+        )
+
+
+@dataclass(frozen=True)
 class Encoded:
     """Documents as flat arrays. Document d is the tokens bounds[d] to bounds[d + 1]."""
 
@@ -58,6 +107,7 @@ class Encoded:
     groups: Sequence[str]  # D, documents of a group are held out together
     has_prompt: Sequence[bool] | npt.NDArray[np.bool_] = ()  # D, a chat or a prompt with an answer; empty: none is
     paired: Paired | None = None  # the same documents in the teacher's tokens, if it has its own tokenizer
+    contexts: Contexts | None = None  # what the teacher alone reads before their first scored tokens
 
     def __post_init__(self) -> None:
         num_tokens, num_documents = len(self.ids), len(self.names)
@@ -321,6 +371,15 @@ class TokenizedRecord:
     places: tuple[Ints, Ints] | None = None  # characters [start, end) of the tokens of the text, where they are kept
     num_opening: int = 0  # tokens put before those of the text
     has_end_mark: bool = False  # whether a token was put after them
+    is_as_written: bool = False  # the tokens are those that a model wrote after its prompt
+
+    @property
+    def begins_with_token(self) -> bool:
+        """Whether its first scored token begins with the first scored text, and none before holds a part of that."""
+        if self.record.context is None or self.is_as_written:
+            return True
+        first, segments = int(self.is_scored.argmax()), self.record.segments
+        return int(self.num_bytes[first:].sum()) == len(joined(segments[num_before(segments) :]).encode("utf-8"))
 
     @property
     def has_prompt(self) -> bool:
@@ -346,7 +405,22 @@ class Encoder:
         self.note_limits()
         documents = [document for document in self.tokenized(records) if len(document.ids)]
         self.note_lost(len(records) - len(documents))
-        return end_to_end(documents)
+        return (
+            self._with_contexts(documents) if any(one.context is not None for one in records) else end_to_end(documents)
+        )
+
+    def _with_contexts(self, documents: Sequence[TokenizedRecord]) -> Encoded:
+        """The documents with what the teacher reads before each. Lost are those whose scored text begins in a token."""
+        kept = [one for one in documents if one.begins_with_token]
+        self.tally.counters["unaligned_contexts"] += len(documents) - len(kept)
+        self.tally.counters["teacher_contexts"] += sum(one.record.context is not None for one in kept)
+        contexts: list[Sequence[int] | None] = []
+        for one in kept:
+            text, is_print = one.record.context, one.record.has_template
+            ids = None if text is None else self._pieces([text], keeps_special=is_print)[0].ids
+            contexts.append(None if ids is None else opened(ids, self.opening))
+        firsts = [int(one.is_scored.argmax()) for one in kept]
+        return replace(end_to_end(kept), contexts=Contexts.made(contexts, firsts))
 
     def found(self, encoded: Encoded) -> Encoded:
         """Documents that were tokenized before, as they are used now."""
@@ -498,7 +572,7 @@ class Encoder:
         is_scored = np.arange(len(ids)) >= len(tokens.prompt)
         if all(flag for _, flag in record.segments):  # data.train_on_prompt
             is_scored[document.num_opening :] = True
-        return TokenizedRecord(record, np.array(ids, np.int32), num_bytes, is_scored)
+        return TokenizedRecord(record, np.array(ids, np.int32), num_bytes, is_scored, is_as_written=True)
 
     @cached_property
     def _vocabulary(self) -> tuple[str, int]:

@@ -347,7 +347,7 @@ def _changed(config: Config, scratch: Path) -> Iterator[tuple[str, str, Any]]:
     asks_teacher, is_cut = Curriculum.of(config).uses_teacher, config.student.init == "shrink"
     if uses_cache(config) and config.teacher.cache != AUTO:
         yield "teacher", "teacher.cache", _copied(folder_of(str(config.teacher.cache)), scratch / "cache", CACHE)
-    elif (asks_teacher or is_cut) and not config.teacher.server:
+    elif (asks_teacher or is_cut) and not config.teacher.server and not config.teacher.is_student:
         yield "teacher", "teacher.model", _other_model(config.teacher, scratch / "teacher")
     if not is_cut:
         yield "student", "student.model", _other_model(config.student, scratch / "student")

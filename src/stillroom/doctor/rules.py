@@ -584,8 +584,25 @@ def same_model(settings: Settings) -> Finding | None:
     is_loaded = settings.get("student.init") in ("auto", "pretrained")
     if not settings.teachers_share or not is_loaded or model is None or model != settings.get("student.model"):
         return None
+    if settings.get("data.teacher_prefix"):
+        return None
     what = f"teacher and student are the same model, {clean(model)}: there is nothing to distil"
     return found("warning", what, "--student with a smaller model, or cut one: --set student.init=shrink with layers")
+
+
+@rule("settings")
+def teaches_itself(settings: Settings) -> Finding | None:
+    """The student's own network has nothing to say about text that both read, until labels have moved the student."""
+    model = settings.get("teacher.model")
+    if model not in ("self", "ema") or not settings.teachers_share or settings.get("data.teacher_prefix"):
+        return None
+    if settings.teachers_share < 1.0:
+        return None
+    what = f"teacher.model = {model} reads what the student reads: at the first step there is nothing to learn from it"
+    return found("warning", what, f"{_CONTEXT}, or let labels move the student", "objectives.ce.weight=0.5")
+
+
+_CONTEXT = "give the teacher a context: data.teacher_prefix, or teacher_messages or teacher_prompt in the records"
 
 
 @rule("settings")
@@ -627,6 +644,8 @@ class Start:
     learning_rate: float
     travel: Callable[[], float]  # the rates of all steps together: AdamW moves a weight by at most about this much
     spread: Callable[[], float]  # root mean square of the student's matrices
+    is_own_teacher: bool = False  # the student's network is the teacher's
+    learns_labels: bool = True
 
 
 @rule("start")
@@ -652,6 +671,14 @@ def student_is_teacher(start: Start) -> Finding | None:
     """The student answers as its teacher does before it has learned anything."""
     if start.kl is None or start.agreement is None or start.kl > SAME_KL or start.agreement < 1.0:
         return None
+    if start.is_own_teacher and start.learns_labels:
+        return None
+    if start.is_own_teacher:
+        return found(
+            "warning",
+            "the student teaches itself and its answers before training are the same: there is nothing to learn yet",
+            f"{_CONTEXT}, or let labels move the student: --set objectives.ce.weight=0.5",
+        )
     return found(
         "warning",
         "teacher and student give the same answers before any training: they seem to have the same weights, and there "

@@ -152,7 +152,8 @@ class Setup:
         sections: dict[str, Any] = {}
         if config.student.init != "shrink":
             sections["student"] = config.student
-        if (self.uses_teacher and not config.teacher.cache) or config.student.reads_as_teacher:
+        is_loaded = self.uses_teacher and not config.teacher.cache and not config.teacher.is_student
+        if is_loaded or config.student.reads_as_teacher:
             sections["teacher"] = config.teacher
         return {role: fetch(section, section.model, weights=False) for role, section in sections.items()}
 

@@ -471,6 +471,9 @@ def tried(setup: Setup) -> Iterator[Finding]:
     """Load both and run each on a few tokens; raises for one that is not finite, not causal or too small."""
     models: Models = setup.part("models")
     guard = setup.config.guard
+    if models.source.is_student:
+        kinds = {"self": "the student without its adapter", "ema": "an average of the student's weights"}
+        yield green(f"teacher: {kinds[setup.config.teacher.model]}, no other model is loaded")
     for role, loaded in (("teacher", models.loaded_teacher), ("student", models.loaded_student)):
         if loaded is None:
             continue

@@ -213,6 +213,8 @@ def compare(
             result["retention"] = result["teacher"]["perplexity"] / result["student"]["perplexity"]
     gpu, resident, _percent = memory_in_use(where)
     notes = [*corpus.notes, *([_OWN_TOKENS] if has_own else [])]
+    if beside is not None and corpus.counters.get("teacher_contexts"):
+        notes.append("the teacher is measured on what the student reads, without the context that it has in training")
     return {**result, "gpu_memory_gb": gpu, "memory_gb": resident, "notes": notes}
 
 

@@ -51,6 +51,7 @@ class Teacher:
     num_exact: int = 0  # top tokens that lead each position of a sparse signal, in order; 0: not known
     answers_together: bool = False  # whether all processes have to ask it at the same time
     writes_text: bool = True  # whether `as_model` is fast enough to write a text token by token
+    reads_other_rows: bool = False  # whether its rows are not the student's: other tokens, or a context
     answers_last: bool = True  # whether an answer may be kept: it is the same later, and its head stays where it is
 
     @property
@@ -133,6 +134,7 @@ class TeacherTraining:
             extra_loss                           added to the student's loss, differentiated with it
         after_student                            after the backward; the teacher may learn
         end                                      with the verdict and the evidence of the step
+        after_update                             after the student's update, where the step is kept
 
     The other methods are called between windows.
     """
@@ -163,6 +165,9 @@ class TeacherTraining:
 
     def end(self, verdict: Verdict, evidence: Evidence, rate_factor: float) -> None:
         """Apply what was learned if the step is kept, else drop it. Called before the student's update."""
+
+    def after_update(self) -> None:
+        """Follow the student after the update of a kept step."""
 
     # -- between windows ---------------------------------------------------------------------------------
 

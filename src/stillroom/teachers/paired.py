@@ -1,4 +1,7 @@
-"""A teacher with its own tokenizer: which tokens both models have, and what such a run refuses."""
+"""A teacher that reads other rows than the student: after a context, or in its own tokens.
+
+Of two tokenizers: which tokens both models have, and what such a run refuses.
+"""
 
 from __future__ import annotations
 
@@ -32,42 +35,32 @@ from stillroom.teachers.signals import (
 _PER_BYTE = ("bits_per_byte", "parameters", "documents", "source")
 
 
-class PairedTeacher(Teacher):
-    """A teacher of another tokenizer. It answers a batch on the rows that stand next to the student's.
+class OtherRows(Teacher):
+    """A teacher that answers a batch on the rows that stand next to the student's, with the same scored tokens.
 
-    `inner` reads those rows as any teacher reads rows: live, live with a few tokens, or from a cache. `training` is for
-    one that learns.
+    `inner` reads those rows as any teacher reads rows: live, live with a few tokens, or from a cache.
     """
 
-    kind: SignalKind = "paired"
+    reads_other_rows = True
 
-    def __init__(
-        self, inner: Teacher, tokenizer: Any, coverage: Coverage, training: TeacherTraining | None = None
-    ) -> None:
-        self.inner, self.tokenizer = inner, tokenizer
+    def __init__(self, inner: Teacher) -> None:
+        self.inner, self.kind = inner, inner.kind
         self.notes, self.num_exact = inner.notes, inner.num_exact
         self.answers_together, self.writes_text = inner.answers_together, inner.writes_text
         self.answers_last = inner.answers_last
-        self._coverage = coverage
-        if training is not None:
-            self.own_training = training
-
-    @property
-    def original(self) -> Teacher:
-        inner = self.inner.original
-        return self if inner is self.inner else PairedTeacher(inner, self.tokenizer, self._coverage)
 
     def observe(self, batch: Batch, needs: Needs) -> Signal | None:
-        return as_paired(self.inner.observe(other_of(batch), needs))
+        return self.inner.observe(self.own_batch(batch), needs)
 
     def whole_answer(self, batch: Batch, signal: Signal | None) -> Signal | None:
-        return as_paired(self.inner.whole_answer(other_of(batch), signal))
+        return self.inner.whole_answer(self.own_batch(batch), signal)
 
     def own_batch(self, batch: Batch) -> Batch:
-        return other_of(batch)
+        """The batch after the contexts of its rows, or as it is where none has one."""
+        return batch.other or batch
 
     def begin_window(self, window: Sequence[Batch], cursor: int) -> None:
-        self.inner.begin_window([other_of(batch) for batch in window], cursor)
+        self.inner.begin_window([self.own_batch(batch) for batch in window], cursor)
 
     def end_window(self) -> None:
         self.inner.end_window()
@@ -82,8 +75,44 @@ class PairedTeacher(Teacher):
         return self.inner.at_work()
 
     def own_metrics(self, batches: Sequence[Batch]) -> dict[str, Any] | None:
-        found = self.inner.own_metrics([other_of(batch) for batch in batches])
+        found = self.inner.own_metrics([self.own_batch(batch) for batch in batches])
         return None if found is None else self.comparable(found)
+
+    def comparable(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        return self.inner.comparable(metrics)
+
+    def summary(self) -> dict[str, Any]:
+        return self.inner.summary()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class PairedTeacher(OtherRows):
+    """A teacher of another tokenizer. `training` is for one that learns."""
+
+    def __init__(
+        self, inner: Teacher, tokenizer: Any, coverage: Coverage, training: TeacherTraining | None = None
+    ) -> None:
+        super().__init__(inner)
+        self.kind: SignalKind = "paired"
+        self.tokenizer, self._coverage = tokenizer, coverage
+        if training is not None:
+            self.own_training = training
+
+    @property
+    def original(self) -> Teacher:
+        inner = self.inner.original
+        return self if inner is self.inner else PairedTeacher(inner, self.tokenizer, self._coverage)
+
+    def observe(self, batch: Batch, needs: Needs) -> Signal | None:
+        return as_paired(super().observe(batch, needs))
+
+    def whole_answer(self, batch: Batch, signal: Signal | None) -> Signal | None:
+        return as_paired(super().whole_answer(batch, signal))
+
+    def own_batch(self, batch: Batch) -> Batch:
+        return other_of(batch)
 
     def comparable(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Keep the metrics per byte: means over tokens cannot be compared, because its tokens differ."""
@@ -92,10 +121,7 @@ class PairedTeacher(Teacher):
         return {**kept, "intervals": intervals}
 
     def summary(self) -> dict[str, Any]:
-        return {**self.inner.summary(), "two_tokenizers": self._coverage.to_dict()}
-
-    def close(self) -> None:
-        self.inner.close()
+        return {**super().summary(), "two_tokenizers": self._coverage.to_dict()}
 
 
 def as_paired(signal: Signal | None) -> Signal | None:

@@ -164,7 +164,7 @@ def _against_teacher(
     finite are counted and left out.
     """
     teacher = run.teacher.original.as_model()
-    if teacher is None or run.teacher.tokenizer is not None:
+    if teacher is None or run.teacher.reads_other_rows:
         return {"teacher_log_likelihood": None, "own_kl": None}
     log_likelihood, own_kl, count, lost = 0.0, 0.0, 0, 0
     whole = [(one.ids, row.ids) for one, row in zip(prompts, rows, strict=True) if row.ids]

@@ -24,6 +24,7 @@ from stillroom.precision import AdamW, ParameterGroup, Precision, resolve
 from stillroom.precision.policy import needs_fp32_weights
 from stillroom.teachers.base import RunContext, Teacher
 from stillroom.teachers.build import build_teacher, num_trained_by_teacher
+from stillroom.teachers.several import BySource
 from stillroom.telemetry import EventLog
 from stillroom.telemetry.events import Stages
 from stillroom.training.checkpoint import CheckpointStore
@@ -202,7 +203,8 @@ def make_budget(config: Config, models: Models, corpus: Corpus, schedule: Schedu
     train, held_out = config.train, config.eval
     rows = train.rows_per_batch * train.gradient_accumulation_steps * initial_world_size
     batch_rows = held_out.batch_size or train.rows_per_batch
-    loaded = models.loaded_teacher if config.teacher.cache is None else None
+    loaded = models.loaded_student if models.source.is_student else models.loaded_teacher
+    loaded = loaded if config.teacher.cache is None else None
     teacher = loaded.anatomy if loaded is not None else None
     work = Work(
         num_steps=schedule.num_steps,
@@ -287,5 +289,6 @@ def make_mix(config: Config, vocab_size: int, planned: Planned, log: EventLog) -
 def check_sparse(config: Config, teacher: Teacher, mix: Mix) -> None:
     """Refuse what an objective cannot do with a few tokens, before anything is trained."""
     temperature = config.objectives.kd.temperature
-    if teacher.kind in ("top-k", "sampled") and isinstance(temperature, float):
-        mix.check_signal("top-k" if teacher.kind == "top-k" else "sampled", temperature)
+    for one in teacher.everyone() if isinstance(teacher, BySource) else (teacher,):
+        if one.kind in ("top-k", "sampled") and isinstance(temperature, float):
+            mix.check_signal("top-k" if one.kind == "top-k" else "sampled", temperature)

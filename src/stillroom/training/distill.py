@@ -556,7 +556,8 @@ def _announce(
     check: InputCheck,
     setup_seconds: float,
 ) -> None:
-    config, teacher = run.config, models.loaded_teacher
+    config = run.config
+    teacher = models.loaded_student if models.source.is_student else models.loaded_teacher
     run.log.write(
         "run_start",
         run=run.folder.name,

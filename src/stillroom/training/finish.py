@@ -297,9 +297,9 @@ def _reference(run: Run, one: Asked) -> str:
 
 
 def _as_teacher_reads(run: Run, index: int, prompt: list[int]) -> list[int]:
-    """The prompt in the teacher's tokens: as its template prints it, or the same text tokenized again."""
+    """The prompt after the teacher's context, or in its own tokens: as its template prints it, or tokenized again."""
     if run.teacher.tokenizer is None:
-        return prompt
+        return run.corpus.evaluation.in_context(index, prompt)
     own = run.corpus.evaluation.other_prompt(index)
     if len(own) > 1:
         return own

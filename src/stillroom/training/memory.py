@@ -40,6 +40,7 @@ from stillroom.precision.device import DeviceFacts, facts_of, teacher_dtype
 from stillroom.precision.policy import choose, needs_fp32_weights
 from stillroom.precision.storage import Split, Stochastic
 from stillroom.teachers.placement import pinned_bytes
+from stillroom.teachers.several import for_source, live_models
 from stillroom.teachers.signals import cache_spec
 from stillroom.telemetry import EventLog
 from stillroom.training.checkpoint import (
@@ -302,7 +303,8 @@ def lay_out(config: Config, shapes: Shapes, mode: str, *, rows: int = 0, num_tok
     micro = micro_of(config, mode, rows=rows)
     teacher = work = None
     if is_there:
-        teacher, work = shapes.teacher(config, micro.rows, micro.length, dtype)
+        asked = _with_student_as_teacher(config) if config.teacher.is_student else config
+        teacher, work = shapes.teacher(asked, micro.rows, micro.length, dtype)
     sizes, trace = shapes.student(config, micro, (teacher, dtype) if is_live and teacher is not None else None)
     state = _state(config, mode, sizes)
     if target.is_gpu:
@@ -310,6 +312,11 @@ def lay_out(config: Config, shapes: Shapes, mode: str, *, rows: int = 0, num_tok
     if trace.head_kept:
         state["head scratch"] = trace.head_kept
     stays, visits, at_home = _teacher_bytes(config, teacher, work, target)
+    if config.teacher.is_student:  # no copy of its weights but the average
+        stays = average_bytes(config) * sizes.num_trained
+    for spec in live_models(config).values() if asks else ():
+        own = for_source(config, spec)
+        stays += shapes.teacher(own, micro.rows, micro.length, dtype)[1].weights
     held = bytes_per_parameter(_state_mode(config, mode), accumulates=micro.accumulates)
     gradients = sizes.num_trained * held.gradients
     answer = work.answer if work is not None and is_live else _sparse_bytes(config, micro) if asks else 0
@@ -409,6 +416,18 @@ def _teacher_bytes(
     return whole, 0, 0
 
 
+def _with_student_as_teacher(config: Config) -> Config:
+    """The configuration with the student's model as a teacher that is loaded: it has the same shapes."""
+    student = config.student
+    named = {"model": student.model, "revision": student.revision, "trust_remote_code": student.trust_remote_code}
+    return config.model_copy(update={"teacher": config.teacher.model_copy(update=named)})
+
+
+def average_bytes(config: Config) -> int:
+    """Bytes a trained parameter of the student's average; 0 where none is kept."""
+    return 4 if config.teacher.model == "ema" and uses_teacher(config) else 0
+
+
 def _sparse_bytes(config: Config, micro: Micro) -> int:
     """A stored answer in memory: ids of eight bytes and probabilities of four."""
     spec = cache_spec(config)
@@ -448,7 +467,7 @@ def copies_of(config: Config, trained: Iterable[tuple[BytesPerParameter, int, bo
     Frozen weights are in no copy, projectors not in that of the best student.
     """
     trained = list(trained)
-    one = sum(held.snapshot * count for held, count, _is_student in trained)
+    one = sum((held.snapshot + average_bytes(config) * is_student) * count for held, count, is_student in trained)
     best = sum(held.best * count for held, count, is_student in trained if is_student)
     num_snapshots = config.guard.snapshot_ring + (config.guard.on_exhausted == "reset")
     return Copies(num_snapshots * one, best, one)
@@ -473,7 +492,7 @@ def _host(config: Config, mode: str, sizes: Sizes, at_home: int, target: Target)
 
 def _disk(config: Config, mode: str, sizes: Sizes, num_tokens: int | None, *, is_gpu: bool) -> dict[str, int]:
     held = bytes_per_parameter(_state_mode(config, mode), config.precision.moments)
-    each = held.weights + held.extra + held.moments + held.best
+    each = held.weights + held.extra + held.moments + held.best + average_bytes(config)
     parts = {
         "checkpoints": each * (config.checkpoint.keep + 1) * sizes.num_trained,  # one is written before one is deleted
         "student": 4 * sizes.num_trained + sizes.frozen_bytes,

@@ -86,6 +86,8 @@ class Models:
     @property
     def teacher(self) -> Any:
         """The teacher's network, or None."""
+        if self.source.is_student:
+            return self.student
         return self.loaded_teacher.network if self.loaded_teacher else None
 
     @property
@@ -121,7 +123,7 @@ def load_models(
     notes: list[str] = []
     tokenizer, own_tokenizer = _tokenizers(config, notes, asks_teacher=needs_own_tokenizer(config))
     source = find_source(config, device, folder, tokenizer, own_tokenizer)
-    if own_tokenizer is None and (is_cut or (source.is_asked and not source.is_stored)):
+    if own_tokenizer is None and (is_cut or source.is_loaded or source.is_served):
         own_tokenizer = load_tokenizer(config.teacher, config.teacher.model)
         source = replace(source, own_tokenizer=own_tokenizer)
     kept = corpus = teacher = None
@@ -186,6 +188,13 @@ def in_bf16(network: Any) -> None:
 def _tokenizers(config: Config, notes: list[str], *, asks_teacher: bool) -> tuple[Any, Any]:
     """Load the student's tokenizer, and the teacher's where that is asked or the student brings none."""
     has_own = not config.student.reads_as_teacher and has_tokenizer(config.student, config.student.model)
+    if not has_own and config.teacher.is_student:
+        raise ConfigError(
+            f"the student {config.student.model} brings no tokenizer, and teacher.model = {config.teacher.model!r} has "
+            "no other",
+            where="student.model",
+            advice=["put the tokenizer's files into the student's folder"],
+        )
     teachers = load_tokenizer(config.teacher, config.teacher.model) if asks_teacher or not has_own else None
     if has_own:
         return load_tokenizer(config.student, config.student.model), teachers

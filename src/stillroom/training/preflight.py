@@ -33,6 +33,7 @@ from stillroom.precision.storage import local
 from stillroom.teachers.base import Teacher, kind_of
 from stillroom.teachers.cache.in_store import folder_of
 from stillroom.teachers.cache.manifest import read_manifest
+from stillroom.teachers.several import for_source
 from stillroom.teachers.signals import AUTO
 from stillroom.training.checkpoint import Saved
 from stillroom.training.evaluate import Evaluation
@@ -64,8 +65,9 @@ def first_forward(run: Run, state: RunState, vocabularies: Mapping[str, str] | N
     with run.parallel.gathered():
         with run.precision.autocast():
             view = run.student.observe(batch, needs.student)
-        signal = run.teacher.observe(batch, needs.teacher)
-        check_kind(run.teacher, signal, where=run.config.teacher.model)
+        teacher = run.source_teacher(batch)
+        signal = teacher.observe(batch, needs.teacher)
+        check_kind(teacher, signal, where=run.config.teacher.model)
         dense = signal if isinstance(signal, DenseSignal | PairedSignal) else None
         judge, hidden, head = ("teacher", dense.hidden, dense.head) if dense else ("student", view.hidden, view.head)
         losses = shifted_losses(hidden, head, run.teacher.own_batch(batch) if dense else batch)
@@ -318,6 +320,8 @@ def doubts(run: Run, student: Evaluation) -> list[str]:
         learning_rate=rate,
         travel=lambda: rate * sum(schedule.factor(step) for step in range(schedule.num_steps)),
         spread=lambda: _spread(run),
+        is_own_teacher=run.config.teacher.is_student,
+        learns_labels=run.learns_labels,
     )
     return doubts_about(start, Settings(run.config.to_dict()))
 
@@ -373,6 +377,7 @@ class InputCheck:
     def models(self, config: Config) -> None:
         """Hash the models' files in the first process; raise in all if they are not those of the checkpoint."""
         where = {"teacher": config.teacher.model, "student": config.student.model}
+        where |= {_role(name): spec for name, spec in config.data.source_teachers.items()}
         self._compare(_models(config) if self.parallel.is_first else {}, where)
 
     def data(self, config: Config, corpus: Corpus) -> None:
@@ -430,8 +435,8 @@ def _change(role: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str
     unlike = [key for key in now if None not in (before.get(key), now[key]) and before[key] != now[key]]
     if not unlike:
         return ""
-    if role in ("teacher", "student"):
-        return f"the {_WORDS[role]} is not the one the run began with: other {', '.join(unlike)}"
+    if role == "student" or role.startswith("teacher"):
+        return f"the {_WORDS.get(role, role)} is not the one the run began with: other {', '.join(unlike)}"
     counted = [key for key in unlike if key != "digest"]
     if not counted:
         return f"the {_WORDS[role]} has other contents or another order than when the run began, in as many tokens"
@@ -446,11 +451,20 @@ def _models(config: Config) -> dict[str, dict[str, Any]]:
     with contextlib.suppress(StillroomError):
         if asks_teacher and config.teacher.cache not in (None, "", AUTO):
             found["teacher"] = {"answers": read_manifest(folder_of(str(config.teacher.cache))).store}
-        if is_cut or (asks_teacher and not found):
+        if is_cut or (asks_teacher and not found and not config.teacher.is_student):
             found["teacher"] = {**found.get("teacher", {}), **teacher_identity(config.teacher, None)}
         if not is_cut:
             found["student"] = student_identity(config.student)
+    for name, spec in config.data.source_teachers.items() if asks_teacher else ():
+        with contextlib.suppress(StillroomError):
+            own = for_source(config, spec).teacher
+            answers = {"answers": read_manifest(folder_of(spec)).store} if own.cache else teacher_identity(own, None)
+            found[_role(name)] = answers
     return found
+
+
+def _role(source: str) -> str:
+    return f"teacher of {source}"
 
 
 def _rows(rows: Rows) -> dict[str, Any]:

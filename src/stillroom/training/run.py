@@ -21,6 +21,7 @@ from stillroom.core.files import LARGEST, Count, Stored, strict
 from stillroom.core.locks import Lock
 from stillroom.core.types import IGNORED, Batch, LossWeights, Signal, StudentView, is_rollout
 from stillroom.data import Corpus, Loader, fixed_batches
+from stillroom.data.loader import MixedRows
 from stillroom.losses.mix import Mix
 from stillroom.models import Student
 from stillroom.models.lora import Adapter
@@ -28,6 +29,7 @@ from stillroom.parallel import Parallel
 from stillroom.precision import AdamW, Precision
 from stillroom.precision.storage import local
 from stillroom.teachers import NO_TEACHER, Teacher
+from stillroom.teachers.several import BySource
 from stillroom.telemetry import EventLog
 from stillroom.telemetry.events import Stages
 from stillroom.training.checkpoint import CheckpointStore, DiskCopies, Mark, Saved, Saves, SnapshotRing, Snapshots
@@ -623,7 +625,11 @@ class Run:
         if stored is not None and loss_weights.asks_teacher and is_rollout(batch):
             return stored
         is_labels_only = bool(batch.sources) and self.config.data.label_sources.issuperset(batch.sources)
-        return self.teacher if loss_weights.asks_teacher and not is_labels_only else NO_TEACHER
+        return self.source_teacher(batch) if loss_weights.asks_teacher and not is_labels_only else NO_TEACHER
+
+    def source_teacher(self, batch: Batch) -> Teacher:
+        """The teacher of a batch's source, where sources have their own."""
+        return self.teacher.of(batch) if isinstance(self.teacher, BySource) else self.teacher
 
     def eval_batches(self) -> list[Batch]:
         return held_out_batches(self.config, self.corpus, self.budget.num_batches)
@@ -644,7 +650,9 @@ class Run:
         Training rows: on held-out text an overfitting student gets worse without a fault. The beginnings of a few rows
         are enough, because they are only compared with themselves.
         """
-        rows = min(self.config.train.rows_per_batch, _CANARY_ROWS)
-        batch = next(iter(fixed_batches(self.corpus.train, rows, 1)))
+        num_rows, rows = min(self.config.train.rows_per_batch, _CANARY_ROWS), self.corpus.train
+        if isinstance(self.teacher, BySource) and isinstance(rows, MixedRows):  # a batch has one teacher
+            rows = MixedRows(rows.parts[:1])
+        batch = next(iter(fixed_batches(rows, num_rows, 1)))
         scored = (batch.targets != IGNORED).sum(0).cumsum(0)  # up to and with each column
         return batch.up_to(int((scored < _CANARY_TARGETS).sum()) + 1)

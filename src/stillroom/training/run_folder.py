@@ -188,6 +188,7 @@ _FOLDERS = ("teacher.cache",)
 KEYS = (*_MODELS, *_DATA, *_FOLDERS)
 _PROMPTS = "rollouts.prompts"  # of a run that has rollouts, where they are not those of the data
 _SOURCE = "data.train."  # with the number of the source, where there are several
+_OWN_TEACHER = ".teacher"  # after that: the source's
 _NOT_FILES = ("builtin:", "hf:")
 
 
@@ -200,7 +201,7 @@ def local_paths(config: Config) -> dict[str, str]:
             continue
         path = Path(given).expanduser().absolute()
         # A model's name may be a hub id, or a file (GGUF); data and caches without a prefix are files.
-        if key not in _MODELS or path.exists():
+        if not (key in _MODELS or key.endswith(_OWN_TEACHER)) or path.exists():
             absolute_paths[key] = os.path.normpath(path)
     return absolute_paths
 
@@ -257,15 +258,25 @@ def _keys(config: Config) -> tuple[str, ...]:
     own = (_PROMPTS,) if config.rollouts is not None and config.rollouts.prompts != "train" else ()
     if isinstance(train, str):
         return (*KEYS, *own)
-    return (*_MODELS, *(f"{_SOURCE}{place}" for place in range(len(train))), "data.eval", *_FOLDERS, *own)
+    sources = [f"{_SOURCE}{place}" for place in range(len(train))]
+    taught = [f"{_SOURCE}{place}{_OWN_TEACHER}" for place, one in enumerate(train) if one.teacher]
+    return (*_MODELS, *sources, *taught, "data.eval", *_FOLDERS, *own)
 
 
 def _get(config: Config, key: str) -> str | None:
     if key.startswith(_SOURCE):
-        return config.data.sources[int(key.removeprefix(_SOURCE))].path
+        place, name = _in_source(key)
+        named: str | None = getattr(config.data.sources[place], name)
+        return named
     section, name = key.split(".")
     value: str | None = getattr(getattr(config, section), name)
     return value
+
+
+def _in_source(key: str) -> tuple[int, str]:
+    """The number of a source, and which of its settings the key is."""
+    own = key.removeprefix(_SOURCE)
+    return int(own.removesuffix(_OWN_TEACHER)), "teacher" if own.endswith(_OWN_TEACHER) else "path"
 
 
 def _with(config: Config, changes: Mapping[str, str]) -> Config:
@@ -273,8 +284,8 @@ def _with(config: Config, changes: Mapping[str, str]) -> Config:
     train = list(config.data.train)
     for key, value in changes.items():
         if key.startswith(_SOURCE):
-            place = int(key.removeprefix(_SOURCE))
-            train[place] = config.data.train[place].model_copy(update={"path": value})  # type: ignore[union-attr]
+            place, name = _in_source(key)
+            train[place] = train[place].model_copy(update={name: value})  # type: ignore[attr-defined]
             sections.setdefault("data", {})["train"] = tuple(train)
             continue
         section, name = key.split(".")
@@ -324,6 +335,7 @@ class Trust:
         named = {f"{name}.model": section.model for name, section in sections.items()}
         named |= {f"{name}.allow_base": section.allow_base or "" for name, section in sections.items()}
         named |= {"teacher.cache": config.teacher.cache or "", "teacher.server": config.teacher.server or ""}
+        named |= {f"teacher of {source}": spec for source, spec in config.data.source_teachers.items()}
         key = config.teacher.requests.api_key_variable
         note = {"teacher.server": f"; it gets the key in ${key}"} if key else {}
         self._raise(code, self._refused({**named, **data}, note), where)

@@ -72,6 +72,7 @@ def train_step(run: Run, state: RunState, window: Sequence[Batch]) -> StepOutcom
     if verdict.action == "keep":
         _tell_fallback(run, state, evidence, loss_weights)
         _apply(run, state, evidence, rate)
+        run.teacher.training.after_update()
         run.guard.accept(evidence)
         state.applied += 1
         state.cursor += 1

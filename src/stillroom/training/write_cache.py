@@ -35,6 +35,7 @@ from stillroom.teachers.live import open_live
 from stillroom.teachers.paired import TokenSpace, matched_tokens, reads_its_own_tokens
 from stillroom.teachers.quantize import check_quantisation
 from stillroom.teachers.served.teacher import served_rows
+from stillroom.teachers.several import for_source, is_cache
 from stillroom.teachers.signals import SignalSpec, served_spec
 from stillroom.teachers.sparse import describe
 from stillroom.training.loop import Stop
@@ -47,14 +48,17 @@ def make_cache(
     device: str = "auto",
     max_minutes: float = 0.0,
     temperatures: Sequence[float] = (),
+    source: str | None = None,
     tell: Callable[[str], object] = lambda _text: None,
     on_progress: Callable[[Progress], None] = lambda _progress: None,
 ) -> dict[str, Any]:
     """Write the teacher's answers to every row of a configuration's data. What is there already is kept.
 
     Several processes may be given the same command: they share the work. With `temperatures` the folder holds a cache
-    for each of them, and the teacher answers once for all.
+    for each of them, and the teacher answers once for all. With a `source` its own teacher is asked about its rows.
     """
+    if source is not None:
+        config = _of_source(config, source)
     places = _here(temperature_folders(config, out, temperatures))
     first = next(iter(places))
     if config.teacher.server:
@@ -70,7 +74,7 @@ def make_cache(
             space = _token_space(config, tokenizer, is_paired=is_paired)
             config = _dated(config, first, tokenizer, space.tokenizer)
             corpus = open_data(config.data, tokenizer, teacher_tokenizer=space.tokenizer if is_paired else None)
-            needed = required_rows(config, corpus)
+            needed = required_rows(config, corpus, source)
             dtype = teacher_dtype(config.teacher.dtype, where)
             loaded, vocab_size = None, 0
             if all(is_there(place) and not missing_rows(Cache(place), needed) for place in places):
@@ -94,6 +98,24 @@ def make_cache(
         )
     result = {**cache_info(first), "rows_of_the_data": len(needed)}
     return {**result, "beside": [cache_info(place) for place in places if place != first]}
+
+
+def _of_source(config: Config, source: str) -> Config:
+    """The configuration with the teacher of a source as its own."""
+    taught = config.data.source_teachers
+    if source not in taught:
+        raise ConfigError(
+            f"no source of data.train with its own teacher is called {source}",
+            where="--source",
+            advice=[f"sources with a teacher: {', '.join(taught) or 'none'}"],
+        )
+    if is_cache(taught[source]):
+        raise ConfigError(
+            f"the teacher of {source} is a cache already: {taught[source]}",
+            where="--source",
+            advice=["name the model in the configuration to write its cache"],
+        )
+    return for_source(config, taught[source])
 
 
 def _dated(config: Config, place: Path, *tokenizers: Any) -> Config:
@@ -260,6 +282,12 @@ def verify_cache(folder: Path) -> dict[str, Any]:
 
 def check_config(config: Config) -> None:
     """A configuration that already reads from a cache is asked for its live teacher."""
+    if config.teacher.is_student:
+        raise ConfigError(
+            f"teacher.model = {config.teacher.model!r} is the student's own network: there are no answers to store",
+            where="teacher.model",
+            advice=[f"name the base instead: --teacher {config.student.model}"],
+        )
     if config.teacher.signal.kind == "dense":
         raise ConfigError(
             "a cache holds no dense answers",

@@ -289,6 +289,12 @@ class PairEncoder(Encoder):
 
     def __call__(self, records: Sequence[Record]) -> Encoded:
         self.note_limits()
+        if named := next((record.id for record in records if record.context is not None), None):
+            raise ConfigError(
+                "records have teacher_messages or teacher_prompt, which is for models with one tokenizer",
+                where=named,
+                advice=["leave the columns out: data.columns names the ones to read", "take a teacher of the family"],
+            )
         students: list[TokenizedRecord] = []
         teachers: list[TokenizedRecord] = []
         parts, coverage, num_student, num_teacher = list[Spans](), Coverage(), 0, 0

@@ -32,6 +32,7 @@ class Cost:
     writing_seconds_per_step: float | None = None  # part of seconds_per_step
     seconds_per_step_compiled: float | None = None  # of a modelled GPU: with the bodies of both models compiled
     seconds_per_step_at_peak: float | None = None  # the same as seconds_per_step by the data sheet
+    can_be_cached: bool = True  # the teacher is not the student's own network
 
     @property
     def ratio(self) -> float:
@@ -44,7 +45,7 @@ class Cost:
 
         At one pass both are the same, so a cache pays from the second pass, or the second run, on the same data.
         """
-        if self.passes is None or not self.teacher_flops_per_token:
+        if self.passes is None or not self.teacher_flops_per_token or not self.can_be_cached:
             return None
         written = min(1.0, self.passes) * self.teacher_flops_per_token
         live = self.passes * (self.teacher_flops_per_token + self.student_flops_per_token)
@@ -119,6 +120,7 @@ def cost_of(
         tokens_per_step=per_step,
         passes=passes,
         teacher_flops_per_token=teaching,
+        can_be_cached=not config.teacher.is_student,
         student_flops_per_token=student,
         seconds_per_step=seconds,
         seconds_from=source,

@@ -28,6 +28,7 @@ from stillroom.parallel.fsdp import check_shard_size
 from stillroom.precision.device import DeviceFacts, find_device
 from stillroom.precision.gpus import Gpu
 from stillroom.precision.policy import POLICIES
+from stillroom.teachers.several import live_models
 from stillroom.telemetry import EventLog
 from stillroom.training.build import build_run, make_loader
 from stillroom.training.memory import (
@@ -194,7 +195,7 @@ def make_plan(
     kept, attention = _alternatives(config, shapes, mode, layout.rows)
     return Plan(
         target, mode, reason, layout, totals, kept, attention, fitted, cost, shutil.disk_usage(Path.cwd()).free,
-        (*target.notes, *shapes.notes, *target.sharing.notes, *_left_out(config)),
+        (*target.notes, *shapes.notes, *target.sharing.notes, *_of_teachers(config), *_left_out(config)),
     )  # fmt: skip
 
 
@@ -232,10 +233,29 @@ def _alternatives(config: Config, shapes: Shapes, mode: str, rows: int) -> tuple
     return activations, {"fused kernel": fused, "open, all probabilities kept": opened}
 
 
+def _of_teachers(config: Config) -> list[str]:
+    """What to know of a teacher that is the student, and of those of single sources."""
+    if not uses_teacher(config):
+        return []
+    notes = {
+        "self": ["the teacher is the student without its adapter: no second copy of its weights is in memory"],
+        "ema": ["the teacher is an average of the trained weights, in FP32: four bytes for each, and in checkpoints"],
+    }.get(config.teacher.model, [])
+    live = live_models(config)
+    stored = [name for name in config.data.source_teachers if name not in live]
+    if live:
+        notes.append(f"counted with the teacher: the models of {', '.join(live)}")
+    if stored:
+        notes.append(f"answered by their own caches: {', '.join(stored)}")
+    return notes
+
+
 def _left_out(config: Config) -> list[str]:
     notes = ["not counted in the table: fragmentation, compiled bodies"]
     if inner := config.objectives.inner_weights:
         notes.append(f"not counted: hidden states and maps that {' and '.join(inner)} keep, and their projectors")
+    if config.data.teacher_prefix:
+        notes.append("not counted: the teacher's rows are longer by data.teacher_prefix")
     if config.teacher.placement == "shard":
         notes.append("not counted: a teacher without safetensors files is loaded into main memory first")
     if config.teacher.router.mode != "frozen":
@@ -348,14 +368,14 @@ def _recompute(config: Config, _now: Layout, _shapes: Shapes) -> Change | None:
 
 
 def _cache(config: Config, _now: Layout, shapes: Shapes) -> Change | None:
-    if config.teacher.cache or config.teacher.server or not uses_teacher(config):
+    if config.teacher.cache or config.teacher.server or config.teacher.is_student or not uses_teacher(config):
         return None
     cost = "the teacher reads the data once before the run, disk, and only its top tokens are kept"
     return Change({"teacher.cache": "auto"}, "the teacher's answers stored before the run", cost)
 
 
 def _offload(config: Config, now: Layout, shapes: Shapes) -> Change | None:
-    is_here = now.teacher is not None and config.teacher.placement == "device"
+    is_here = now.teacher is not None and config.teacher.placement == "device" and not config.teacher.is_student
     if not is_here or not shapes.target.is_gpu or config.teacher.quantisation != "none":
         return None
     return Change({"teacher.placement": "offload"}, "the teacher in main memory between its answers",
@@ -363,7 +383,8 @@ def _offload(config: Config, now: Layout, shapes: Shapes) -> Change | None:
 
 
 def _stream(config: Config, now: Layout, _shapes: Shapes) -> Change | None:
-    if now.teacher is None or config.teacher.placement == "stream" or config.teacher.quantisation != "none":
+    is_plain = config.teacher.placement != "stream" and config.teacher.quantisation == "none"
+    if now.teacher is None or not is_plain or config.teacher.is_student:
         return None
     return Change({"teacher.placement": "stream"}, "two layers of the teacher at a time",
                   "its files are read for each micro-batch")  # fmt: skip

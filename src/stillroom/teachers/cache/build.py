@@ -17,6 +17,7 @@ from stillroom.config import Config
 from stillroom.core.errors import BrokenAtStart, ConfigError, DataError
 from stillroom.data import Corpus, Rows, fixed_rows
 from stillroom.data.corpus import TeacherRows
+from stillroom.data.loader import MixedRows
 from stillroom.models import LoadedModel, load_tokenizer, vocabulary_hash
 from stillroom.models.files import teacher_identity
 from stillroom.teachers.base import Teacher, Window
@@ -85,17 +86,26 @@ def stored_vocabulary(place: Path, tokenizer: Any, student_rows: int) -> int:
     return manifest.vocab_size
 
 
-def required_rows(config: Config, corpus: Corpus) -> list[NeededRow]:
-    """All training rows, and the held-out rows that evaluations use; the teacher's own where it has others."""
-    size = config.eval.batch_size or config.train.rows_per_batch
-    held_out = fixed_rows(corpus.evaluation, size, config.eval.limit)
-    sides = [(corpus.train, range(len(corpus.train))), (corpus.evaluation, held_out)]
-    return needed_rows((rows_asked(corpus, rows), indices) for rows, indices in sides)
+def required_rows(config: Config, corpus: Corpus, source: str | None = None) -> list[NeededRow]:
+    """All training rows, and the held-out rows that evaluations use; the teacher's own where it has others.
+
+    Of a `source` with its own teacher its training rows alone; those are not asked of the main one.
+    """
+    trained = [corpus.train]
+    if isinstance(corpus.train, MixedRows) and config.data.source_teachers:
+        apart = config.data.source_teachers
+        parts = [one for one in corpus.train.parts if (one.name not in apart if source is None else one.name == source)]
+        trained = [part.rows for part in parts]
+    sides: list[tuple[Rows, Sequence[int]]] = [(rows, range(len(rows))) for rows in trained]
+    if source is None:
+        size = config.eval.batch_size or config.train.rows_per_batch
+        sides.append((corpus.evaluation, fixed_rows(corpus.evaluation, size, config.eval.limit)))
+    return needed_rows((rows_asked(rows), indices) for rows, indices in sides)
 
 
-def rows_asked(corpus: Corpus, rows: Rows) -> Rows:
+def rows_asked(rows: Rows) -> Rows:
     """The rows as the teacher reads them."""
-    return rows if corpus.coverage is None else TeacherRows(rows)
+    return TeacherRows(rows) if len(rows.other_lengths) else rows
 
 
 # -- using it --------------------------------------------------------------------------------------------
@@ -113,23 +123,27 @@ def cached_teacher(
     vocab_size: int,
     window: Window,
     tell: Tell,
+    source: str | None = None,
 ) -> CachedTeacher:
     """The teacher that answers from a cache, once it is known to be the right one and to answer every row.
 
-    An automatic cache is written first where rows are missing, with the loaded teacher, which is then let go.
+    An automatic cache is written first where rows are missing, with the loaded teacher, which is then let go. The cache
+    of a `source` is that of whichever model wrote it.
     """
-    needed = required_rows(config, corpus)
+    needed = required_rows(config, corpus, source)
     if config.teacher.cache == AUTO:
         fill(config, place, needed, space, device, dtype, loaded=loaded, vocab_size=vocab_size, tell=tell)
     cache = Cache(place)
     asked = stored_spec(config, cache.manifest.signal, space.shared)
     asked = space.within(asked, cache.manifest.vocab_size)
-    identity, notes = _identity_here(config)
+    identity, notes = _identity_here(config) if source is None else ({}, list[str]())
     here = Manifest(asked, cache.manifest.vocab_size, vocabulary_hash(space.tokenizer), identity)
     check_same(cache.manifest, here, place)
     _check_coverage(cache, needed, place, config.data.day)
-    if served := cache.manifest.teacher.get("served_model"):  # there are no weights to compare a server's answers with
-        notes.append(f"the answers are those of {cache.manifest.about.get('teacher', served)}")
+    # There are no weights to compare a server's answers with, and a source names none.
+    if (served := cache.manifest.teacher.get("served_model")) or source is not None:
+        about = "the answers" if source is None else f"source {source}: the answers"
+        notes.append(f"{about} are those of {cache.manifest.about.get('teacher', served or place)}")
     for text in (*notes, *check_use(config, asked)):
         tell(text)
 
