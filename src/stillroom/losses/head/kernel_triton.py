@@ -350,7 +350,7 @@ def _rows_at_once(
     DIVERGENCE: tl.constexpr, UNIT: tl.constexpr, GRADIENT: tl.constexpr, HAS_CAP: tl.constexpr, T_CAP: tl.constexpr,
     BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """`num_parts` blocks for each row. `arrived` [1 + 2 C] are zeros, `notes` [C, 8, S] is scratch, `lost` is [C, S]."""
+    """`num_parts` blocks for each row. `arrived` [1 + 2 C] is 0, `notes` [C, 8, S] is scratch, `lost` is [C, S]."""
     DENSE: tl.constexpr = DIVERGENCE != _NONE
     row, part, patience = _part_of(arrived, num_parts, patience)
     student += row * stride
@@ -616,7 +616,7 @@ def _sparse_rows_at_once(
     DIVERGENCE: tl.constexpr, SAMPLED: tl.constexpr, GRADIENT: tl.constexpr, HAS_CAP: tl.constexpr,
     KEPT: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """`num_parts` blocks for each row. `arrived` [1 + C] are zeros, `notes` [C, 3 S + KEPT] is scratch, `lost` is [C, S].
+    """`num_parts` blocks for each row. `arrived` [1 + C] is 0, `notes` [C, 3 S + KEPT] is scratch, `lost` is [C, S].
 
     A block takes the kept logits of its own part out of the row, and hands them to the others with its sums.
     """
@@ -699,7 +699,7 @@ _BLOCK, _OPTIONS = (
 )  # four neighbours a thread: with eight, each FP32 load would touch half of every sector
 _PART = 4096
 # ptxas would rather spill a few bytes of these than give up a block a multiprocessor.
-_REGISTERS_AT_ONCE = {_JSD.value: 224, _TODI.value: 224, _VARIATION.value: 128}
+_REGISTERS_AT_ONCE = {_FORWARD.value: 128, _JSD.value: 224, _TODI.value: 224, _VARIATION.value: 128}
 _REGISTERS_IN_PASSES = {_TODI.value: 96}
 _MOST_KEPT = 1023
 # How often a block looks for the others of its row, at some hundred nanoseconds a time: about a second, where
@@ -820,9 +820,10 @@ def prepare(
         arguments |= _kept(teacher, rows, plan, num_tokens)
         room = max(16, triton.next_power_of_2(int(arguments["num_kept"]) + 1))
         constants |= {"SAMPLED": isinstance(teacher, SampledSignal), "KEPT": room}
-        if is_cut:
-            arguments["notes"] = torch.empty((num_rows, 3 * num_parts + room), device=raw.device)
-        return Launch(_sparse_rows_at_once if is_cut else _sparse_rows, arguments, constants, grid, _OPTIONS), gradient
+        if not is_cut:
+            return Launch(_sparse_rows, arguments, constants, grid, {**_OPTIONS, "maxnreg": 64}), gradient
+        arguments["notes"] = torch.empty((num_rows, 3 * num_parts + room), device=raw.device)
+        return Launch(_sparse_rows_at_once, arguments, constants, grid, _OPTIONS), gradient
     other = teacher if isinstance(teacher, Logits) else student
     arguments |= {"teacher": other.raw, "t_stride": other.raw.stride(0), "t_scale": float(other.scale),
                   "t_cap": float(other.softcap or 0.0)}  # fmt: skip
