@@ -106,7 +106,7 @@ def builds() -> Iterator[Any]:
     yield pytest.param(60, {}, id="sm_60")
 
 
-@pytest.mark.parametrize(("architecture", "options"), builds())
+@pytest.mark.parametrize(("architecture", "options"), list(builds()))
 def test_ptxas_builds_the_kernel_without_spills(architecture: int, options: dict[str, Any], tmp_path: Path) -> None:
     held = resources(build(RowCase(num_tokens=49_152, **options).launch, architecture), tmp_path)
     assert held["spilled_bytes"] == 0
@@ -149,13 +149,13 @@ def check(vocabulary: int, options: dict[str, Any]) -> None:
     assert case.errors().row_sum < 3e-6  # 1e-4 without what rounding took
 
 
-@pytest.mark.parametrize(("vocabulary", "options"), cases((9_003,)))
+@pytest.mark.parametrize(("vocabulary", "options"), list(cases((9_003,))))
 def test_the_ptx_of_a_t4_computes_float64_and_has_no_race(vocabulary: int, options: dict[str, Any]) -> None:
     check(vocabulary, options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("vocabulary", "options"), cases((49_152, 50_257, 151_936)))
+@pytest.mark.parametrize(("vocabulary", "options"), list(cases((49_152, 50_257, 151_936))))
 def test_the_ptx_of_a_t4_computes_float64_at_real_vocabularies(vocabulary: int, options: dict[str, Any]) -> None:
     check(vocabulary, options)
 
