@@ -618,7 +618,7 @@ def _sparse_rows_at_once(
 ):  # fmt: skip
     """`num_parts` blocks for each row. `arrived` [1 + C] is 0, `notes` [C, 3 S + KEPT] is scratch, `lost` is [C, S].
 
-    A block takes the kept logits of its own part out of the row, and hands them to the others with its sums.
+    A block takes the kept logits in its part out of the row, and hands them to the others with its sums.
     """
     row, part, patience = _part_of(arrived, num_parts, patience)
     student += row * stride
