@@ -31,7 +31,7 @@ from typing import Any
 import streams
 import torch
 from cards import CARDS, Bound, Card, bound, seconds_by_phase
-from design import grouped, row_bytes, with_fused_adamw, with_row_kernel
+from design import ONE_PASS, PASSES, ROW_BYTES_FROM, grouped, row_bytes, with_fused_adamw, with_row_kernel
 from fake_card import installed
 from fusion import compiled
 from measure import machine
@@ -45,13 +45,8 @@ RESULTS = Path(__file__).with_name("results")
 PREDICTIONS = Path(__file__).parents[2] / "src" / "stillroom" / "bench" / "predictions.json"
 BODIES = ("teacher", "student forward", "student backward")
 OURS, OURS_PLAIN, OURS_COMPILED = "stillroom", "stillroom, rows not fused", "stillroom, bodies compiled"
-MASTER, MASTER_SMALL = "fp16-master", "fp16-master, chunks of 512"
-EAGER, COMPILED, BEST, BEST_SMALL = (
-    "row kernel",
-    "row kernel, bodies compiled",
-    "row kernel, fp16-master, bodies compiled",
-    "row kernel, fp16-master, bodies compiled, chunks of 512",
-)
+EAGER, EAGER_SMALL, EAGER_MIXED = "row kernel", "row kernel, chunks of 512", "row kernel, fp16-mixed"
+COMPILED, COMPILED_SMALL, COMPILED_MIXED = (f"{name}, bodies compiled" for name in (EAGER, EAGER_SMALL, EAGER_MIXED))
 TRL, TRL_JSD, NAIVE = "trl GKD, forward KL", "trl GKD as it comes (JSD)", "naive loop"
 Make = Callable[[Problem, Recorder, torch.dtype], AbstractContextManager[streams.Step]]
 
@@ -63,15 +58,15 @@ def _ours(**over: Any) -> Make:
 CONTENDERS: dict[str, Make] = {
     OURS: streams.stillroom,
     OURS_PLAIN: _ours(**{"objectives.kernel": "plain"}),
-    MASTER: _ours(**{"precision.mode": "fp16-master"}),
-    MASTER_SMALL: _ours(**{"precision.mode": "fp16-master", "objectives.chunk_tokens": 512}),
+    EAGER: _ours(has_triton=True),
+    EAGER_SMALL: _ours(has_triton=True, **{"objectives.chunk_tokens": 512}),
+    EAGER_MIXED: _ours(has_triton=True, **{"precision.mode": "fp16-mixed"}),
     TRL: lambda problem, recorder, dtype: streams.trl_gkd(problem, recorder, dtype, beta=0.0),
     TRL_JSD: lambda problem, recorder, dtype: streams.trl_gkd(problem, recorder, dtype, beta=0.5),
     NAIVE: streams.naive,
 }
 # What a T4 sustains instead of its peaks: 24 TFLOP/s in products, 80 % of the bandwidth.
 SUSTAINED = {gpu.name: (gpu.product_share, gpu.memory_share) for gpu in GPUS}
-ONE_PASS, PASSES = "one pass", "passes"
 SPARSE = ("top-k", "sampled")  # stored answers
 
 
@@ -91,13 +86,6 @@ class Recorded:
         """Positions of a chunk of the head."""
         logits = [one.shape[0] for one in self.kernels if one.is_product and one.shape[-1:] == (VOCABULARY,)]
         return max(logits, default=0)
-
-    def peak_in_place(self) -> int:
-        """The peak where the half gradient is written over the logits, and is no buffer by itself."""
-        by_phase = dict(self.peak_by_phase)
-        for phase in ("head", streams.ROWS):
-            by_phase[phase] = by_phase.get(phase, 0) - 2 * self.chunk * VOCABULARY
-        return max(by_phase.values())
 
 
 def record(make: Make, problem: Problem, card: Card) -> Recorded:
@@ -149,27 +137,21 @@ def _flops_by_dtype(kernels: Sequence[Kernel]) -> dict[str, float]:
 @functools.cache
 def record_all(problem: Problem, card: Card) -> dict[str, Recorded]:
     """All contenders on the first card, which has the bars; on the others ours and trl's."""
-    wanted = CONTENDERS if card is CARDS[0] else (OURS, TRL, *([MASTER] if card.facts.capability < (8, 0) else []))
+    wanted = CONTENDERS if card is CARDS[0] else (OURS, EAGER, TRL)
     return {name: record(CONTENDERS[name], problem, card) for name in wanted}
 
 
 def streams_of(found: dict[str, Recorded], problem: Problem, card: Card) -> dict[str, tuple[list[Kernel], Recorded]]:
     """Every contender: as recorded, compiled by the model of a compiler, and with the kernels of the design."""
-    held = {name: (one.kernels, one) for name, one in found.items() if name not in (MASTER, MASTER_SMALL)}
+    held = {name: (one.kernels, one) for name, one in found.items()}
     ours, trained = found[OURS], problem.student.num_parameters
     held[OURS] = (_as_head(compiled(ours.kernels, (streams.ROWS,))), ours)
     held[OURS_COMPILED] = (_as_head(compiled(ours.kernels, (streams.ROWS, *BODIES))), ours)
-    # Several blocks of a row meet by acquire and release, which a P100 does not have: there the row is read in passes.
-    form = ONE_PASS if card.facts.capability >= (7, 0) else PASSES
-    pair = row_bytes()[0][form]["forward_kl"]
-    for name, source, phases in (
-        (EAGER, OURS, ()), (COMPILED, OURS, BODIES), (BEST, MASTER, BODIES), (BEST_SMALL, MASTER_SMALL, BODIES),
-    ):  # fmt: skip
-        if source in found:
-            one = found[source]
-            stream = with_row_kernel(one.kernels, pair, vocabulary=VOCABULARY)
-            stream = with_fused_adamw(stream, trained, gradient_bytes=4 if source == OURS else 2)
-            held[name] = (compiled(stream, phases) if phases else stream, one)
+    for name, made in ((EAGER, COMPILED), (EAGER_SMALL, COMPILED_SMALL), (EAGER_MIXED, COMPILED_MIXED)):
+        if name in found:
+            one = found[name]
+            stream = with_fused_adamw(one.kernels, trained, gradient_bytes=2 if "fp16-master" in one.chosen else 4)
+            held[name], held[made] = (stream, one), (compiled(stream, BODIES), one)
     return held
 
 
@@ -206,8 +188,7 @@ def _rows(
     rows = {name: row_of(kernels, card, least) for name, (kernels, _one) in held.items()}
     for name, row in rows.items():
         one = held[name][1]
-        peak = one.peak_in_place() if name in (EAGER, COMPILED, BEST, BEST_SMALL) else one.peak_bytes
-        row |= {"host_reads": one.host_reads, "peak_bytes": peak, "resting_bytes": one.resting_bytes,
+        row |= {"host_reads": one.host_reads, "peak_bytes": one.peak_bytes, "resting_bytes": one.resting_bytes,
                 "precision": one.chosen}  # fmt: skip
     for row in rows.values():
         row["x_trl_seconds"] = row["seconds"] / rows[TRL]["seconds"]
@@ -218,12 +199,12 @@ def _rows(
 def _heads(found: dict[str, Recorded], problem: Problem, card: Card) -> list[dict[str, Any]]:
     """The head by divergence and form of the row kernel, at both rates."""
     out = []
-    for form, members in row_bytes()[0].items():
+    for form, members in row_bytes().items():
         for name, pair in members.items():
             if form == ONE_PASS and card.facts.capability < (7, 0):
                 continue
             is_sparse = name in SPARSE
-            stream = with_row_kernel(found[OURS].kernels, pair, vocabulary=VOCABULARY, is_sparse=is_sparse)
+            stream = with_row_kernel(found[EAGER].kernels, pair, vocabulary=VOCABULARY, is_sparse=is_sparse)
             row: dict[str, Any] = {"form": form, "divergence": name, "bytes_per_element": list(pair)}
             for said, rates in (("peaks", card), ("sustained", sustained(card))):
                 spent = seconds_by_phase([one for one in stream if one.phase == "head"], rates)["head"]
@@ -272,8 +253,8 @@ def bars(found: dict[str, Any]) -> list[dict[str, Any]]:
                 if name in best:
                     add(problem, f"head, x its bound, {name}", said, best.pop(name), at_most[0])
             add(problem, "head, x its bound, worst of the others", said, max(best.values()), at_most[1])
-        for name in (BEST, BEST_SMALL):
-            chunks = ", chunks of 512" * (name == BEST_SMALL)
+        for name in (COMPILED, COMPILED_SMALL):
+            chunks = ", chunks of 512" * (name == COMPILED_SMALL)
             less = here["sustained"]["rows"][name]
             add(problem, f"step, x its bound{chunks}", "peaks", here["rows"][name]["x_bound"], 1.45)
             add(problem, f"step, x its bound{chunks}", "sustained", less["x_bound"], 1.25)
@@ -298,12 +279,12 @@ def write_predictions() -> None:
     held = streams_of(found, problem, card)
     made: dict[str, Any] = {}
     # The head alone, with half weights: by the name of the row kernel.
-    master = found[MASTER]
+    master = found[EAGER]
     for kernel, form in (("triton", ONE_PASS), ("triton-passes", PASSES)):
         for name in ("forward_kl", "jsd"):
-            stream = with_row_kernel(master.kernels, row_bytes()[0][form][name], vocabulary=VOCABULARY)
+            stream = with_row_kernel(master.kernels, row_bytes()[form][name], vocabulary=VOCABULARY)
             made[f"head/{name}/{kernel}"] = _prediction(grouped([one for one in stream if one.phase == "head"]))
-    fused = _as_head(compiled(master.kernels, (streams.ROWS,)))
+    fused = held[OURS][0]
     plain = grouped([one for one in fused if one.phase == "head"])
     made["head/forward_kl/inductor"] = _prediction(plain)
     # In the code that inductor writes for sm_75, rows of jsd move 52 bytes an element and those of forward KL 36.
@@ -312,13 +293,17 @@ def write_predictions() -> None:
     for said, name in (
         ("inductor rows, eager bodies", OURS), ("inductor rows, compiled bodies", OURS_COMPILED),
         ("triton rows, eager bodies", EAGER), ("triton rows, compiled bodies", COMPILED),
-        ("triton rows, compiled bodies, fp16-master", BEST),
+        ("triton rows, compiled bodies, fp16-mixed", COMPILED_MIXED),
     ):  # fmt: skip
         kernels, one = held[name]
         for phase in ("teacher", "student forward", "head", "student backward", "optimizer"):
             made[f"step/{said}/{phase}"] = _prediction(grouped([k for k in kernels if k.phase == phase]))
-        peak = one.peak_in_place() if "triton" in said else one.peak_bytes
-        made[f"memory/{said}"] = {"value": peak, "unit": "bytes", "interval": list(_MEMORY), "formula": "recorded"}
+        made[f"memory/{said}"] = {
+            "value": one.peak_bytes,
+            "unit": "bytes",
+            "interval": list(_MEMORY),
+            "formula": "recorded",
+        }
     layers, width = problem.student.layers, problem.student.width
     per = {}
     for said, name in (("eager", EAGER), ("compiled", COMPILED)):
@@ -330,7 +315,7 @@ def write_predictions() -> None:
         "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "by": "benchmarks/gpu/cost_model.py",
         "problem": problem.name, "tokens": problem.tokens, "vocabulary": VOCABULARY, "chunk": 1024,
-        "row_bytes_from": row_bytes()[1],
+        "row_bytes_from": ROW_BYTES_FROM,
         "body_bytes": per,  # of what is no product, a token, layer and unit of width
         "predictions": made,
     }  # fmt: skip
@@ -356,7 +341,7 @@ def main() -> None:
         "machine": machine(),
         "tokens": PROBLEMS[0].tokens,
         "vocabulary": VOCABULARY,
-        "row_bytes": {"bytes_per_element": row_bytes()[0], "from": row_bytes()[1]},
+        "row_bytes": {"bytes_per_element": row_bytes(), "from": ROW_BYTES_FROM},
         "cards": {card.name: _card_row(card) for card in CARDS},
         "problems": found,
         "bars": bars(found),

@@ -1,79 +1,75 @@
-"""A recorded step with the kernels of the design in the place of what was recorded: one for rows, one for AdamW.
+"""Kernels that cannot run on tensors without values, by what was counted on their PTX: one for rows, one for AdamW.
 
-The recorder runs PyTorch on tensors without values, where a Triton kernel cannot run: its bytes an element come from
-`kernel_bytes.json`, where they were counted on the PTX of a T4, or from the design where that file is not there.
-Products are those that were recorded. What is replaced:
-
-- rows: everything that is as large as a chunk of logits [C, V] becomes one kernel a chunk;
-- what multiplied or added to the weight's gradient [V, D] afterwards: the products accumulate by themselves (addmm),
-  and the loss scale is a weight of the rows;
-- the optimizer: one pass for the norm of the gradients, one that unscales, clips, updates and writes the half copy.
+The recorder runs the product's own step, its Triton kernel for rows included: where that would start, `noted_rows`
+writes it down with its bytes an element from `kernel_bytes.json`. The optimizer is replaced afterwards: one pass for
+the norm of the gradients, one that unscales, clips, updates and writes the half copy.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from recorder import Kernel
+from recorder import Kernel, Recorder
 
 from stillroom.precision.gpus import Kernels
 
-# (read, written) bytes for each element of a chunk, by form and divergence, as designed.
-DESIGNED = {
-    "one pass": {"forward_kl": (8.0, 2.0), "jsd": (8.0, 2.0), "reverse_kl": (8.0, 2.0)},
-    "passes": {"forward_kl": (16.0, 2.0), "jsd": (24.0, 2.0), "reverse_kl": (24.0, 2.0), "top-k": (8.0, 2.0)},
-}
 _COUNTED = Path(__file__).with_name("kernel_bytes.json")
-_SMALL = 4 << 20  # bytes: sums of a row's values and the like stay as they were recorded
-HEAD, OPTIMIZER = "head", "optimizer"
+OPTIMIZER = "optimizer"
+ROW_KERNEL = "row kernel"
+ONE_PASS, PASSES = "one pass", "passes"
+_FP16 = 2  # bytes of what is written in the counted cases
 
 
-def row_bytes() -> tuple[dict[str, dict[str, tuple[float, float]]], str]:
-    """Bytes an element, and where they are from."""
-    if not _COUNTED.exists():
-        return DESIGNED, "as designed; they were not counted"
-    found: dict[str, dict[str, tuple[float, float]]] = {form: {} for form in DESIGNED}
+@functools.cache
+def row_bytes() -> dict[str, dict[str, tuple[float, float]]]:
+    """(read, written) bytes for each element of a chunk, by form and divergence.
+
+    What is read again by each warp comes from a cache, and is left out: weights of rows, sums of blocks.
+    """
+    found: dict[str, dict[str, tuple[float, float]]] = {ONE_PASS: {}, PASSES: {}}
     for name, forms in json.loads(_COUNTED.read_text())["head"].items():
         for form, counted in forms.items():
-            # What is read again by each warp comes from a cache, and is left out: weights of rows, sums of blocks.
             found[form][name] = (float(counted["read"]), float(counted["written"]))
-    return found, f"counted on the PTX of sm_75, {_COUNTED.name}"
+    return found
+
+
+ROW_BYTES_FROM = f"counted on the PTX of sm_75, {_COUNTED.name}"
+
+
+def noted_rows(launch: Any, recorder: Recorder) -> None:
+    """Write down a launch of the row kernel for forward KL."""
+    given = launch.arguments
+    form = ONE_PASS if "num_parts" in given else PASSES
+    recorder.note(ROW_KERNEL, 0, given["out"].dtype, [given["student"], given["teacher"]], [given["out"]], launches=1)
+    recorder.kernels[-1] = _with_bytes(recorder.kernels[-1], row_bytes()[form]["forward_kl"])
+
+
+def _with_bytes(kernel: Kernel, pair: tuple[float, float]) -> Kernel:
+    elements = math.prod(kernel.shape)
+    width = _FP16 if kernel.dtype in ("float16", "bfloat16") else 4
+    return replace(kernel, bytes_read=int(pair[0] * elements), bytes_written=int((pair[1] - _FP16 + width) * elements))
 
 
 def with_row_kernel(
     kernels: Sequence[Kernel], pair: tuple[float, float], *, vocabulary: int, is_sparse: bool = False
 ) -> list[Kernel]:
-    """`is_sparse`: stored answers, so the teacher's logits are not computed."""
+    """The same stream for another divergence. `is_sparse`: stored answers, so no product makes the teacher's logits."""
     out: list[Kernel] = []
-    is_teachers_turn = True
+    is_teachers_turn = False
     for kernel in kernels:
-        if kernel.phase not in (HEAD, "head rows"):
-            out.append(kernel)
-        elif kernel.is_product:
-            makes_logits = kernel.shape[-1:] == (vocabulary,)
-            if makes_logits and is_sparse and not is_teachers_turn:
-                is_teachers_turn = True
-                continue
-            out.append(replace(kernel, phase=HEAD))
-            if makes_logits and (not is_teachers_turn or is_sparse):  # the second one of a chunk: rows follow
-                elements = kernel.shape[0] * vocabulary
-                out.append(
-                    Kernel("row kernel", HEAD, 0, "float32", int(pair[0] * elements), int(pair[1] * elements), 2,
-                           kernel.shape)
-                )  # fmt: skip
-            if makes_logits:
-                is_teachers_turn = not is_teachers_turn
-        elif _is_cast_of_weight(kernel, vocabulary) or kernel.bytes_read + kernel.bytes_written < _SMALL:
-            out.append(replace(kernel, phase=HEAD))
+        if kernel.is_product and kernel.shape[-1:] == (vocabulary,):  # student's and teacher's, by turns
+            if not (is_teachers_turn and is_sparse):
+                out.append(kernel)
+            is_teachers_turn = not is_teachers_turn
+        else:
+            out.append(_with_bytes(kernel, pair) if kernel.name == ROW_KERNEL else kernel)
     return out
-
-
-def _is_cast_of_weight(kernel: Kernel, vocabulary: int) -> bool:
-    """FP32 weights are cast to half once a step; the mean of their rows is taken some steps apart and not counted."""
-    return kernel.name == "_to_copy" and len(kernel.shape) == 2 and kernel.shape[0] == vocabulary
 
 
 def with_fused_adamw(kernels: Sequence[Kernel], num_trained: int, *, gradient_bytes: int) -> list[Kernel]:

@@ -16,7 +16,15 @@ from dataclasses import dataclass, replace
 from recorder import SCATTERS, SELECTS, Kernel
 
 _WIDE = 8_192  # a longer row does not stay in registers: after each reduction along it, it is read again
-_ALONE = {"attention", "attention backward", "host read", "embedding_dense_backward", *SELECTS, *SCATTERS} - {"gather"}
+_ALONE = {
+    "attention",
+    "attention backward",
+    "attention_backward",
+    "host read",
+    "embedding_dense_backward",
+    *SELECTS,
+    *SCATTERS,
+} - {"gather"}
 
 
 @dataclass

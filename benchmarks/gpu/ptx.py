@@ -33,6 +33,12 @@ _KINDS = {"f": {16: np.float16, 32: np.float32, 64: np.float64}, "u": _UNSIGNED,
 _REGISTERS = {"%p": np.bool_, "%rs": np.uint16, "%rd": np.uint64, "%r": np.uint32, "%f": np.uint32, "%fd": np.uint64}
 _FLUSHED = np.float32(2.0**-126)
 _SEVERAL = -2  # as the warp of a byte that several warps have read
+_IDLE_TURNS = 200  # in which every block looks for a change and finds none: a bounded wait is shorter in tests
+_UPDATES: dict[str, Callable[..., Array]] = {  # of atomic operations: the new value by the old and the operands
+    "add": lambda old, by: old + by,
+    "or": lambda old, by: old | by,
+    "cas": lambda old, expected, by: np.where(old == expected, by, old),
+}
 
 
 class Deadlock(RuntimeError):
@@ -178,13 +184,16 @@ class Emulator:
         steps = [self._step(*one) for one in self._code]
         waiting = list(range(grid))
         running: list[tuple[Iterator[bool], list[int]]] = []  # a block, and the change it has seen where it spins
+        idle = 0
         with np.errstate(all="ignore"):
             while waiting or running:
                 while waiting and len(running) < slots:
                     running.append((self._blocks_turns(waiting.pop(0), steps), [-1]))
                 able = [one for one in running if one[1][0] != self._changes]
-                if not able:
+                idle = 0 if able else idle + 1
+                if idle > _IDLE_TURNS:
                     raise Deadlock(f"{len(running)} blocks wait for {len(waiting)} that have not started")
+                able = able or running
                 place = {"first": 0, "last": -1}.get(schedule)
                 chosen = able[int(self._random.integers(len(able))) if place is None else place]
                 spins = next(chosen[0], None)
@@ -270,7 +279,7 @@ class Emulator:
         return lambda block, active: _put(block, operands[0], np.full(block.num_threads, bits), active)
 
     def _access(self, name: str, types: list[str], operands: list[str], text: str) -> Step:
-        """A load, a store or an atomic addition."""
+        """A load, a store or an atomic operation."""
         space = "shared" if "shared" in types else "global"
         kind = _UNSIGNED[int(re.sub(r"\D", "", types[-1]))]
         is_load = name != "st"
@@ -281,8 +290,9 @@ class Emulator:
         pointer = _reader(base, np.uint64 if base.startswith("%rd") else np.uint32)
         size = np.dtype(kind).itemsize
         width = size * len(registers)
-        addend = _reader(operands[2], kind) if name == "atom" else None
-        if name == "atom" and types[-2] != "add":
+        given = [_reader(operand, kind) for operand in operands[2:]] if name == "atom" else []
+        update = _UPDATES.get(types[-2]) if name == "atom" else None
+        if name == "atom" and update is None:
             raise NotImplementedError(text)
 
         def step(block: _Block, active: Array | None) -> None:
@@ -305,10 +315,10 @@ class Emulator:
                     value = np.zeros(block.num_threads, kind)
                     value[lanes] = cells[index].reshape(-1).view(kind)
                     _put(block, register, value, active)
-                    if addend is not None:
+                    if update is not None:
                         assert lanes.size == 1, text
-                        new = value[lanes] + np.broadcast_to(addend(block.registers), (block.num_threads,))[lanes]
-                        cells[index] = new.view(np.uint8).reshape(-1, size)
+                        by = [np.broadcast_to(one(block.registers), (block.num_threads,))[lanes] for one in given]
+                        cells[index] = update(value[lanes], *by).view(np.uint8).reshape(-1, size)
                 else:
                     value = np.broadcast_to(_reader(register, kind)(block.registers), (block.num_threads,))[lanes]
                     cells[index] = np.ascontiguousarray(value).view(np.uint8).reshape(-1, size)

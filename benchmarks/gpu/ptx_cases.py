@@ -41,6 +41,7 @@ class Errors:
     kd: float
     ce: float
     gradient: float
+    norm: float  # of the gradient's deviation, over the gradient's norm; rounding to FP16's 11 bits alone is about 2e-4
     row_sum: float  # of what is written, with what rounding took
     halves: float  # of the gradient, in units of half of FP16's last place at each entry: 1 is rounding alone
 
@@ -133,6 +134,7 @@ class RowCase:
             kd=float((self.rows.kd - rows.kd).abs().max()),
             ce=float((self.rows.ce - rows.ce).abs().max()),
             gradient=float(deviation.max() / largest),
+            norm=float(deviation.norm() / gradient.norm()),
             row_sum=float((sums - gradient.sum(-1)).abs().max() / largest),
             halves=float(((deviation - 1e-6 * largest).clamp_min(0) / last_place).max()),
         )

@@ -44,7 +44,8 @@ def rows() -> list[dict[str, Any]]:
             for num_blocks in (0, MANY):
                 found.append(row(divergence, vocabulary, settings=settings, num_blocks=num_blocks))
         for kind in SPARSE:
-            found.append(row("forward_kl", vocabulary, kind=kind))
+            for num_blocks in (0, MANY):
+                found.append(row("forward_kl", vocabulary, kind=kind, num_blocks=num_blocks))
     for divergence in ("forward_kl", "jsd"):
         for num_blocks in (0, MANY):
             found.append(row(divergence, VOCABULARIES[0], temperature=2.0, num_blocks=num_blocks))
@@ -64,6 +65,7 @@ def row(divergence: str, vocabulary: int, **options: Any) -> dict[str, Any]:
         "divergence": divergence, "kind": options.get("kind", "dense"), "vocabulary": vocabulary,
         "temperature": options.get("temperature", 1.0), "form": "one pass" if options.get("num_blocks") else "passes",
         "errors": asdict(case.errors()), "gradient_error_before_rounding": exact.errors().gradient,
+        "norm_error_before_rounding": exact.errors().norm,
         "bytes_per_element": case.bytes_per_element(run), "races": sum(run.races.values()),
         "instructions_per_element": 32 * sum(run.instructions.values()) / vocabulary, **held,
     }  # fmt: skip
@@ -77,15 +79,14 @@ def builds() -> list[dict[str, Any]]:
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for architecture in ARCHITECTURES:
-            for divergence, settings in DENSE.items():
+            given = [{"divergence": name, "settings": one, "temperature": 2.0} for name, one in DENSE.items()]
+            for options in [*given, *({"kind": kind} for kind in SPARSE)]:
                 for num_blocks in (0, MANY) if architecture >= 70 else (0,):
-                    case = RowCase(divergence, 49_152, settings=settings, num_blocks=num_blocks, temperature=2.0)
+                    case = RowCase(num_tokens=49_152, num_blocks=num_blocks, **options)
                     held = resources(build(case.launch, architecture), Path(folder))
-                    form = "one pass" if num_blocks else "passes"
-                    found.append({"architecture": architecture, "divergence": divergence, "form": form, **held})
-            for kind in SPARSE:
-                held = resources(build(RowCase(num_tokens=49_152, kind=kind).launch, architecture), Path(folder))
-                found.append({"architecture": architecture, "divergence": "forward_kl", "form": kind, **held})
+                    found.append({"architecture": architecture, "divergence": options.get("divergence", "forward_kl"),
+                                  "kind": options.get("kind", "dense"),
+                                  "form": "one pass" if num_blocks else "passes", **held})  # fmt: skip
     return found
 
 
@@ -113,7 +114,7 @@ def kernel_bytes(found: list[dict[str, Any]]) -> dict[str, Any]:
             name = one["divergence"] if one["kind"] == "dense" else one["kind"]
             forms.setdefault(name, {})[one["form"]] = {
                 **one["bytes_per_element"],
-                "launches": 2 if one["form"] == "one pass" else 1,
+                "launches": 1,
             }
     return forms
 

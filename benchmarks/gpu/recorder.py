@@ -208,7 +208,9 @@ class Recorder(TorchDispatchMode):
             return  # a view, or memory without values
         mutated = _mutated(func, args, kwargs) if is_mutable else []
         outs = [value for key, value in kwargs.items() if key == "out" and isinstance(value, Tensor)]
+        adds = name in PRODUCTS and any(args[0] is o for o in outs) and kwargs.get("beta", 1) != 0
         reads = [t for t in inputs if not any(t is o for o in outs)]
+        reads = [args[0], *reads] if adds else reads
         if name in WRITES_ONLY:
             reads = [t for t in inputs[1:] if t is not inputs[0]]
         if name.startswith("_fused_adam") and kwargs.get("grad_scale") is None:

@@ -1,7 +1,7 @@
 """One optimizer step of each contender on the fake card: Stillroom's own step, trl's GKD loss, and the naive loop.
 
-All learn by forward KL at T = 1 on the same rows, clip at 1.0 and update with AdamW. The student's weights are FP32
-under autocast (what `auto` chooses for these sizes), the teacher is half. trl's trainer cannot be built without a
+All learn by forward KL at T = 1 on the same rows, clip at 1.0 and update with AdamW. Stillroom's weights are what
+`auto` chooses, those of the others FP32 under autocast; the teacher is half. trl's trainer cannot be built without a
 device, so its `compute_loss` is called as it stands, and what accelerate and the trainer put around it is written out
 here: both forwards under autocast with their outputs cast to FP32, the scaler, clipping, fused AdamW.
 """
@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from design import noted_rows
 from fake_card import DEVICE
 from recorder import Recorder
 from shapes import VOCABULARY, Problem
@@ -26,8 +27,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from stillroom.config import load_config
+from stillroom.core.launch import Launch
 from stillroom.losses.head import kernel
-from stillroom.losses.head import kernel as compiled
+from stillroom.losses.head.kernel_triton import TritonKernel
 from stillroom.models import LoadedModel
 from stillroom.models.anatomy import anatomy_of
 from stillroom.models.student import attend_causally
@@ -51,8 +53,13 @@ def half_of(capability: tuple[int, int]) -> torch.dtype:
 
 
 @contextmanager
-def stillroom(problem: Problem, recorder: Recorder, dtype: torch.dtype, **over: Any) -> Iterator[Step]:
-    """The engine's step on a run that the engine built; only loading and trying the models is left out."""
+def stillroom(
+    problem: Problem, recorder: Recorder, dtype: torch.dtype, *, has_triton: bool = False, **over: Any
+) -> Iterator[Step]:
+    """The engine's step on a run that the engine built; only loading and trying the models is left out.
+
+    `has_triton`: its rows go through the Triton kernel, otherwise through what torch.compile makes of the plain one.
+    """
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         tokenizer, text = _text(folder, problem)
@@ -79,7 +86,7 @@ def stillroom(problem: Problem, recorder: Recorder, dtype: torch.dtype, **over: 
         assert sum(batch.num_scored for batch in window) == problem.tokens
         state = RunState(applied=1)  # the first step is sampled for the log
         _mark_phases(stack, run, recorder)
-        stack.enter_context(_fused_rows(recorder))
+        stack.enter_context(_triton_rows(recorder) if has_triton else _fused_rows(recorder))
 
         def step() -> None:
             outcome = train_step(run, replace(state), window)
@@ -95,15 +102,32 @@ def _fused_rows(recorder: Recorder) -> Iterator[None]:
     """The product has its rows fused by torch.compile where Triton serves the card. Here the function that it would
     compile runs op by op, in a phase of its own, which the model of a compiler then fuses."""
     with mock.patch.object(torch, "compile", side_effect=lambda function, **_: function):
-        fused = compiled.InductorKernel()
+        fused = kernel.InductorKernel()
     fused._fused = _in_phase(fused._fused, recorder, ROWS)
     choice = kernel.KernelChoice(fused, "fused by torch.compile")
 
     def choose(device: torch.device) -> Any:
-        doubt = torch.cuda.get_device_capability(device) < compiled.LEAST_CAPABILITY
+        doubt = torch.cuda.get_device_capability(device) < kernel.LEAST_CAPABILITY
         return kernel.KernelChoice(kernel.PlainKernel(), "no Triton for this card") if doubt else choice
 
     with mock.patch.object(kernel, "_fused", choose):
+        yield
+
+
+@contextmanager
+def _triton_rows(recorder: Recorder) -> Iterator[None]:
+    """The product's own calls around its Triton kernel; the kernel itself, which needs values, is written down with
+    the bytes that were counted in its PTX."""
+
+    def choose(device: torch.device) -> Any:
+        has_meetings = torch.cuda.get_device_capability(device) >= kernel.LEAST_CAPABILITY
+        num_blocks = torch.cuda.get_device_properties(device).multi_processor_count if has_meetings else 0
+        return kernel.KernelChoice(TritonKernel(kernel.PlainKernel(), num_blocks), "counted as PTX")
+
+    with (
+        mock.patch.object(kernel, "_fused", choose),
+        mock.patch.object(Launch, "start", lambda launch: noted_rows(launch, recorder)),
+    ):
         yield
 
 

@@ -26,9 +26,10 @@ time by published peaks (`benchmarks/gpu`). {result["tokens"]:,} tokens in rows 
 The bound is the step's matrix products at the card's best dtype, one pass over the logits of both models in FP32 and
 one over the optimizer's state. What the host reads, and how far it runs ahead, is in the model; the choice of cuBLAS
 kernels, caches and heat are not. "stillroom" is the step as it is recorded, its rows fused by a model of a compiler.
-With the "row kernel" the bytes of Triton's kernels take the place of what was recorded ({result["row_bytes"]["from"]}),
-and AdamW is one kernel (`design.py`). "Bodies compiled" is a model of a compiler too (`fusion.py`). Sustained rates
-are 24 TFLOP/s and 80 % of the bandwidth on a T4. Nothing here was measured on a GPU.
+With the "row kernel" the product's own calls around its Triton kernel are recorded, the kernel itself has bytes
+{result["row_bytes"]["from"]}, and AdamW is one kernel (`design.py`). "Bodies compiled" is
+a model of a compiler too (`fusion.py`). Sustained rates are 24 TFLOP/s and 80 % of the bandwidth on a T4. Nothing here
+was measured on a GPU.
 """
 
 

@@ -38,12 +38,14 @@ def against_float64() -> dict[str, dict[str, float]]:
         cases[f"{name} near"] = {**given, "gap": 1e-2}
         cases[f"{name} top-k"] = {**given, "kind": "top-k", "num_kept": 8, "temperature": 2.0}
         cases[f"{name} at once"] = {**given, "num_tokens": 1003, "num_blocks": 1}
+        cases[f"{name} top-k at once"] = {**cases[f"{name} top-k"], "num_blocks": 1}
     far = {"half": None, "num_tokens": 1003}
     cases |= {
         "softcap": {**far, "softcap": 8.0, "temperature": 2.0},
         "softcap top-k": {**far, "softcap": 8.0, "kind": "top-k"},
         "low logits": {**far, "mean": -100.0},
         "sampled": {**far, "kind": "sampled", "num_kept": 7, "temperature": 2.0},
+        "sampled at once": {**far, "kind": "sampled", "num_kept": 7, "temperature": 2.0, "num_blocks": 1},
         "labels alone": {**far, "kind": "none"},
         "labels alone at once": {**far, "kind": "none", "num_blocks": 1},
     }

@@ -332,7 +332,7 @@ def step(device: torch.device, clock: Clock) -> dict[str, Any]:
     if device.type == "cuda":
         modes.append(("compiled bodies", {"train.compile": "both"}))
         if not facts_of(device).has_native_bf16 and facts_of(device).has_tensor_cores:
-            modes.append(("compiled bodies, fp16-master", {"train.compile": "both", "precision.mode": "fp16-master"}))
+            modes.append(("compiled bodies, fp16-mixed", {"train.compile": "both", "precision.mode": "fp16-mixed"}))
     with tempfile.TemporaryDirectory(prefix="stillroom-bench-") as name:
         world = Path(name)
         settings = write_world(world, size)

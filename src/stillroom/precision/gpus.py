@@ -5,8 +5,9 @@ products are faster only when they are summed in half, which nothing here does. 
 sustains about 24 of 65 TFLOP/s in large products under its limit of 70 W (NVIDIA's developer forum, thread 264462), and
 80 % of a bandwidth is what copies usually reach. For other GPUs half of the peak is assumed.
 
-Memory is what torch shows as `total_memory`, less than what is printed on the box. The T4's 14.56 GiB is the lowest
-figure in users' reports; those of the other GPUs are estimates of the same kind, without a source.
+Memory is what torch shows as `total_memory`, less than what the data sheet says. The T4's 14.56 of 16 GiB is the lowest
+figure in users' reports: its ECC takes a sixteenth, and the driver the rest. Of the other GPUs nothing was read: the same
+share of their data sheet is assumed. It promises too little where ECC takes nothing of it, as in HBM.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from stillroom.precision.device import DeviceFacts
 # GPU about that long.
 HOST_SECONDS, LAUNCH_SECONDS = 6e-6, 2e-6
 _GIB = 2**30
+_SHOWN = 14.56 / 16
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,17 @@ def seconds_of(kernels: Iterable[Kernels], rates: Rates) -> float:
 class Gpu:
     name: str
     capability: tuple[int, int]
-    memory_bytes: int  # as torch shows it
+    memory_gib: int  # of the data sheet
     half_tflops: float
     fp32_tflops: float
     gigabytes_per_second: float
     product_share: float = 0.5  # of the peak that large products sustain
     memory_share: float = 0.8
+
+    @property
+    def memory_bytes(self) -> int:
+        """As torch shows it."""
+        return int(_SHOWN * self.memory_gib * _GIB)
 
     @property
     def peak(self) -> Rates:
@@ -88,12 +95,12 @@ class Gpu:
 
 
 GPUS = (
-    Gpu("T4", (7, 5), int(14.56 * _GIB), 65.0, 8.1, 320.0, product_share=24 / 65),
-    Gpu("V100", (7, 0), int(15.77 * _GIB), 125.0, 15.7, 900.0),  # SXM2, 16 GB
-    Gpu("P100", (6, 0), int(15.89 * _GIB), 9.3, 9.3, 732.0, product_share=0.8),  # PCIe, 16 GB
-    Gpu("L4", (8, 9), int(21.95 * _GIB), 121.0, 30.3, 300.0),
-    Gpu("A100", (8, 0), int(39.39 * _GIB), 312.0, 19.5, 1555.0),  # SXM, 40 GB
-    Gpu("H100", (9, 0), int(79.10 * _GIB), 989.0, 66.9, 3350.0),  # SXM, 80 GB
+    Gpu("T4", (7, 5), 16, 65.0, 8.1, 320.0, product_share=24 / 65),
+    Gpu("V100", (7, 0), 16, 125.0, 15.7, 900.0),  # SXM2
+    Gpu("P100", (6, 0), 16, 9.3, 9.3, 732.0, product_share=0.8),  # PCIe
+    Gpu("L4", (8, 9), 24, 121.0, 30.3, 300.0),
+    Gpu("A100", (8, 0), 40, 312.0, 19.5, 1555.0),  # SXM
+    Gpu("H100", (9, 0), 80, 989.0, 66.9, 3350.0),  # SXM
 )
 
 

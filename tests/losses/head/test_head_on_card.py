@@ -27,6 +27,17 @@ def test_gradients_on_a_card_are_those_of_float64(teacher_dtype: torch.dtype, ba
         assert distance(gradient.cpu(), expected[name]) < bar, name
 
 
+def test_a_card_multiplies_gradients_by_the_loss_scale_before_it_casts_them() -> None:
+    case = near_convergence(0.0, torch.bfloat16, 1.0, device="cuda")
+    loss = run(case, kd_weight=2.0**-40, ce_weight=0.0, chunk_tokens=20).loss
+    made = [gradient.clone() for gradient in loss.grad_fn.saved_tensors[:2]]
+    (loss * 2.0**34).backward()
+    for found, gradient in zip((case.hidden.grad, case.head.weight.grad), made, strict=True):
+        assert found is not None and found.dtype == torch.float16
+        assert torch.equal(found, (gradient * 2.0**34).half())
+    assert not gradient.half().any(), "all of it is lost where it is cast first"
+
+
 @every_member
 def test_the_kernel_of_a_card_is_the_plain_one_to_rounding(member: Divergence) -> None:
     case = make_case(2, 9, 301, widths=(16, 16), dtype=torch.float32)

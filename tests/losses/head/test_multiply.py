@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from stillroom.core.types import HeadWeights
 from stillroom.losses.head import products
 from stillroom.losses.head.kernel import Bf16Products, bf16_products
 from stillroom.losses.head.products import HalfMultiplier, SplitMultiplier, WideMultiplier, choose_multiplier
+from stillroom.losses.head.rows import GradientRows
 from stillroom.models.anatomy import head_logits
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -219,6 +221,57 @@ def test_a_chunk_may_add_to_the_weight_gradient_in_parts(dtype: torch.dtype, mon
     whole = gradients(case, chunk_tokens=4)["weight"]
     monkeypatch.setattr(products, "_SHARE_TOKENS", 17)
     torch.testing.assert_close(gradients(case, chunk_tokens=4)["weight"], whole, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.usefixtures("on_card")
+def test_one_power_is_taken_back_by_the_products_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the device adds to an FP32 matrix in place, the power is a factor of the product."""
+    generator = torch.Generator().manual_seed(0)
+    values, weight, hidden = (torch.randn(shape, generator=generator).half() for shape in ((6, 50), (50, 8), (6, 8)))
+    rows = GradientRows(values, lost=torch.randn(6, generator=generator), lift=9)
+    asked: list[tuple[float, float]] = []
+
+    def addmm(added: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float, **options: Any) -> Tensor:
+        asked.append((beta, alpha))
+        kept = added.clone() if beta else 0.0  # without beta nothing is read: it may be NaN
+        out: Tensor = options["out"]
+        return out.copy_(kept + alpha * (left.float() @ right.float()))
+
+    def pulled() -> tuple[Tensor, Tensor]:
+        made, to_hidden, to_weight = (
+            HalfMultiplier(torch.float16),
+            torch.full((6, 8), math.nan),
+            torch.full((50, 8), math.nan),
+        )
+        made.to_hidden(rows, weight, to_hidden)
+        for adds in (False, True):
+            made.to_weight(rows, hidden, to_weight, adds=adds)
+        return to_hidden, to_weight
+
+    plain = pulled()
+    monkeypatch.setattr(products, "_has_wide_sums", lambda device, dtype: True)
+    monkeypatch.setattr(torch, "addmm", addmm)
+    for one, other in zip(pulled(), plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert asked == [(0, 2.0**-9), (0, 2.0**-9), (1, 2.0**-9)]
+
+
+@pytest.mark.usefixtures("on_card")
+def test_some_rows_of_the_weight_say_what_all_have_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = near_convergence(-100.0, torch.float16, 1.0)
+    _, expected = exact(case, 1.0)
+    errors = []
+    for num_rows in (4096, 64):
+        monkeypatch.setattr(products, "_MEAN_ROWS", num_rows)
+        errors.append(distance(gradients(case, temperature=1.0)["hidden"], expected["hidden"]))
+    monkeypatch.setattr(HalfMultiplier, "gradient", _without_sums)
+    without = distance(gradients(case, temperature=1.0)["hidden"], expected["hidden"])
+    assert errors[1] < 1.1 * errors[0] < 0.4 * without
+
+
+def _without_sums(self: HalfMultiplier, gradient: Tensor) -> GradientRows:
+    lifts = products.lifts_of(gradient)
+    return GradientRows((gradient * products.power_of_two(lifts)[:, None]).half(), lifts)
 
 
 # -- BF16 parts on a CPU that has the units ----------------------------------------------------------------

@@ -18,6 +18,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from stillroom.core.errors import ConfigError
+from stillroom.core.errors import BrokenAtStart, ConfigError
 from stillroom.core.launch import first_line, triton_doubt, triton_failures
 from stillroom.core.types import SampledSignal, TopKSignal
 from stillroom.losses import divergences
@@ -748,7 +749,7 @@ def try_triton(device: torch.device) -> KernelChoice:
     doubts: list[str] = []
     for kernel in [TritonKernel(_Later(device), count) for count in sorted({0, num_blocks})]:
         try:
-            agrees = all(_agree(kernel, PlainKernel(), device, *size) for size in _TRIALS)
+            agrees = all(_agree(_OnTrial(kernel), PlainKernel(), device, *size) for size in _TRIALS)
         except torch.OutOfMemoryError:
             raise
         except triton_failures() as error:
@@ -767,6 +768,36 @@ def try_triton(device: torch.device) -> KernelChoice:
     return KernelChoice(fastest, "; ".join(filter(None, ("Triton", forms, said))))
 
 
+class _OnTrial:
+    """A kernel whose work on the device has to end in time."""
+
+    def __init__(self, kernel: RowKernel) -> None:
+        self._kernel, self.name = kernel, kernel.name
+
+    def run(self, student: Logits, teacher: TeacherRows | None, rows: RowRecord, plan: RowPlan) -> GradientRows | None:
+        answer = self._kernel.run(student, teacher, rows, plan)
+        if student.raw.device.type == "cuda":
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+            _wait(done, self.name)
+        return answer
+
+
+_TRIAL_SECONDS = 60.0  # on the device, compilation not counted: a trial takes milliseconds
+
+
+def _wait(done: torch.cuda.Event, name: str) -> None:
+    """Wait for a mark on the device. What does not end cannot be stopped from here: the run ends with advice."""
+    limit = time.monotonic() + _TRIAL_SECONDS
+    while not done.query():  # type: ignore[no-untyped-call]
+        if time.monotonic() > limit:
+            raise BrokenAtStart(
+                f"the GPU has not finished the trial of the kernel {name!r} after {_TRIAL_SECONDS:g} seconds",
+                advice=["set the environment variable STILLROOM_KERNEL=plain", "`nvidia-smi`: is the GPU in use?"],
+            )
+        time.sleep(1e-3)
+
+
 _TRIALS = ((97, None), (9_001, torch.float16))  # vocabulary and dtype of the gradient: the second is cut in parts
 _TIMED = 128, 49_152  # rows and vocabulary of the timed block: 25 MB a side, more than the caches of most GPUs
 
@@ -783,7 +814,7 @@ def _milliseconds(kernel: RowKernel, device: torch.device) -> float:
         marks[0].record()
         kernel.run(Logits(student, half=HalfRequest(torch.float16)), Logits(teacher), rows, plan)
         marks[1].record()
-        torch.cuda.synchronize(device)
+        _wait(marks[1], kernel.name)
         found.append(marks[0].elapsed_time(marks[1]))
     return float(min(found[1:]))
 

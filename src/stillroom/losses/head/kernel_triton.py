@@ -3,7 +3,10 @@
 `_rows_in_passes` gives a row to one block, which reads it once for its normalisers (and the value of forward KL), once
 more for the sums of a divergence that needs a pull-back, and once to write the gradient. `_rows_at_once` cuts a row
 among several blocks: each keeps its part in registers, the parts' sums meet in memory, and the row is read once.
-`_sparse_rows` is for teachers that answer with a few tokens and reads the student's row twice.
+`_sparse_rows` and `_sparse_rows_at_once` are the same for teachers that answer with a few tokens, with two passes in
+the place of the first.
+
+Blocks that wait for each other do so a bounded number of times: what did not meet is NaN, and never hangs.
 
 Arithmetic is FP32. The gradient is multiplied by a power of two before it is rounded to FP16, and what rounding took
 from the sum of each row is added up next to it (`products.py` says why). A row is read up to its padded length and
@@ -50,6 +53,7 @@ _LOG_ZERO = tl.constexpr(-1e30)  # numerics.LOG_ZERO
 _FLOOR = tl.constexpr(-50.0)  # numerics.LOG_PROB_FLOOR
 _TINY = tl.constexpr(1.1754943508222875e-38)
 _LN2 = tl.constexpr(0.6931471805599453)
+_GIVEN_UP = tl.constexpr(1 << 30)  # in a count of blocks
 # Divergences by number; those with a larger one than FORWARD need the sum of their slopes.
 _NONE, _FORWARD, _REVERSE, _JSD, _SKEW_FORWARD, _SKEW_REVERSE, _VARIATION, _ALPHA_BETA, _TODI = (
     tl.constexpr(number) for number in range(9)
@@ -309,33 +313,46 @@ def _rows_in_passes(
 
 
 @triton.jit
-def _meet(arrived, num_parts):
-    """Wait until every block of the row has published its sums."""
+def _part_of(tickets, num_parts, patience):
+    """Row and part of a block, and how often it may look for the others.
+
+    A ticket decides, so that the parts of a row start together: with as many blocks at once on the device as a row has
+    parts, the earliest unfinished row has all of its blocks running. Where a block gave up, those that start later do
+    not wait.
+    """
+    ticket = tl.atomic_add(tickets, 1, sem="relaxed")
+    patience = tl.where(ticket < _GIVEN_UP, patience, 0)
+    ticket = ticket & (_GIVEN_UP - 1)
+    return (ticket // num_parts).to(tl.int64), ticket % num_parts, patience
+
+
+@triton.jit
+def _meet(arrived, tickets, num_parts, patience):
+    """Wait until every block of the row has published its sums. False, and for all of them: one has given up."""
     tl.debug_barrier()
-    tl.atomic_add(arrived, 1, sem="acq_rel")
-    while tl.atomic_add(arrived, 0, sem="acquire") < num_parts:
-        pass
+    count = tl.atomic_add(arrived, 1, sem="acq_rel") + 1
+    while count < num_parts:
+        patience -= 1
+        if patience < 0:
+            # Only if nobody came since it was read: a row has met for all of its blocks or for none.
+            tl.atomic_cas(arrived, count, _GIVEN_UP, sem="relaxed")
+            tl.atomic_or(tickets, _GIVEN_UP, sem="relaxed")
+        count = tl.atomic_add(arrived, 0, sem="acquire")
     tl.debug_barrier()
+    return count < _GIVEN_UP
 
 
 @triton.jit
 def _rows_at_once(
     student, teacher, out, targets, temperatures, kd_weights, ce_weights, powers, kd, ce, is_bad, lost,
-    notes, arrived, stride, t_stride, out_stride, num_tokens, padded, num_rows, num_parts,
+    notes, arrived, stride, t_stride, out_stride, num_tokens, padded, num_rows, num_parts, patience,
     scale, cap, t_scale, t_cap, a, b,
     DIVERGENCE: tl.constexpr, UNIT: tl.constexpr, GRADIENT: tl.constexpr, HAS_CAP: tl.constexpr, T_CAP: tl.constexpr,
     BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """`num_parts` blocks for each row. `arrived` [1 + 2 C] are zeros, `notes` [C, 8, S] is scratch, `lost` is [C, S].
-
-    A ticket decides which part a block takes, so that the parts of a row start together: with as many blocks at once
-    on the device as a row has parts, the earliest unfinished row has all of its blocks running, and nobody waits for
-    ever.
-    """
+    """`num_parts` blocks for each row. `arrived` [1 + 2 C] is 0, `notes` [C, 8, S] is scratch, `lost` is [C, S]."""
     DENSE: tl.constexpr = DIVERGENCE != _NONE
-    ticket = tl.atomic_add(arrived, 1, sem="relaxed")
-    row = (ticket // num_parts).to(tl.int64)
-    part = ticket % num_parts
+    row, part, patience = _part_of(arrived, num_parts, patience)
     student += row * stride
     teacher += row * t_stride
     out += row * out_stride
@@ -364,7 +381,7 @@ def _rows_at_once(
         tl.store(mine + 4 * num_parts, t_total)
         if DIVERGENCE == _FORWARD:
             tl.store(mine + 5 * num_parts, gap)
-    _meet(arrived + 1 + row, num_parts)
+    is_met = _meet(arrived + 1 + row, arrived, num_parts, patience)
     parts = tl.arange(0, PARTS)
     is_part = parts < num_parts
     theirs = notes + parts
@@ -385,7 +402,7 @@ def _rows_at_once(
         high, total, unit_total, t_high, t_total, gap, inverse, UNIT, DENSE
     )
 
-    is_student = _is_usable(high, total)
+    is_student = _is_usable(high, total) & is_met
     total = tl.where(is_student, total, float("nan"))
     unit_total = tl.where(is_student, unit_total, float("nan"))
     is_first = part == 0
@@ -397,7 +414,7 @@ def _rows_at_once(
     q = tl.exp(score) * (1.0 / total)
     pull = zeros
     if DENSE:
-        is_teacher = _is_usable(t_high, t_total)
+        is_teacher = _is_usable(t_high, t_total) | (is_met == 0)
         tl.store(is_bad + row, (is_teacher == 0).to(tl.int8), mask=is_first)
         t_total = tl.where(is_teacher, t_total, 1.0)
         t_high = tl.where(is_teacher, t_high, 0.0)
@@ -413,9 +430,12 @@ def _rows_at_once(
             one, slope = _slopes(q, p, score - log_norm, t - t_log_norm, a, b, DIVERGENCE)
             tl.store(mine + 6 * num_parts, tl.sum(tl.where(cols < num_tokens, one, 0.0), 0))
             tl.store(mine + 7 * num_parts, tl.sum(tl.where(cols < num_tokens, slope, 0.0), 0))
-            _meet(arrived + 1 + num_rows + row, num_parts)
+            patience = tl.where(is_met, patience, 0)
+            is_met = _meet(arrived + 1 + num_rows + row, arrived, num_parts, patience)
             value = tl.sum(tl.load(theirs + 6 * num_parts, mask=is_part, other=0.0, volatile=True), 0)
+            value = tl.where(is_met, value, float("nan"))
             pull = slope - q * tl.sum(tl.load(theirs + 7 * num_parts, mask=is_part, other=0.0, volatile=True), 0)
+            pull = tl.where(is_met, pull, float("nan"))
         tl.store(kd + row, tl.where(is_teacher, value * temperature * temperature, 0.0), mask=is_first)
         pull = tl.where(is_teacher, pull, 0.0)
     if GRADIENT:
@@ -430,6 +450,76 @@ def _rows_at_once(
         # Four neighbours a thread, as the FP32 loads have them: eight halves would make each load touch half sectors.
         tl.store(out + tl.max_contiguous(cols, 4), half, mask=cols < padded)
         tl.store(lost + row * num_parts + part, tl.sum(v - half.to(tl.float32), 0))
+
+
+@triton.jit
+def _kept_of(ids, values, places, num_kept, KEPT: tl.constexpr, SAMPLED: tl.constexpr):
+    """Ids and values that a teacher names, which of equal ids come first, and what all equal ones weigh together."""
+    is_kept = places < num_kept
+    kept = tl.load(ids + places, mask=is_kept, other=-1)
+    stored = tl.load(values + places, mask=is_kept, other=0.0).to(tl.float32)
+    is_first = is_kept
+    weights = stored
+    if SAMPLED:
+        weights = tl.zeros((KEPT,), tl.float32)
+        for place in range(0, num_kept):
+            is_same = kept == tl.load(ids + place)
+            weights += tl.where(is_same, tl.load(values + place).to(tl.float32), 0.0)
+            is_first = is_first & ((is_same == 0) | (places <= place))
+    return kept, stored, is_first, weights
+
+
+@triton.jit
+def _kept_and_rest(
+    kept_x, stored, weights, extra, is_first, places, num_kept, rest_high, rest, unit_rest, inverse, a, b,
+    DIVERGENCE: tl.constexpr, SAMPLED: tl.constexpr,
+):  # fmt: skip
+    """The row's maximum and sum at T = 1, whether the teacher is usable, D, its pull on the kept tokens and the rest's.
+
+    The pull on a token of the rest is the last of these times its exponential.
+    """
+    is_kept = places < num_kept
+    counted = tl.where(is_first, 1.0, 0.0)
+    high = tl.maximum(rest_high, tl.max(kept_x, 0))
+    shift = tl.exp((rest_high - high) * inverse)
+    total = rest * shift + tl.sum(counted * tl.exp((kept_x - high) * inverse), 0)
+    unit_total = unit_rest * tl.exp(rest_high - high) + tl.sum(counted * tl.exp(kept_x - high), 0)
+    is_student = _is_usable(high, total)
+    total = tl.where(is_student, total, float("nan"))
+    unit_total = tl.where(is_student, unit_total, float("nan"))
+    log_norm = tl.log(total)
+    log_q = (kept_x - high) * inverse - log_norm
+    q = tl.exp(log_q)
+    if SAMPLED:
+        mass = tl.sum(tl.where(is_kept, stored, 0.0), 0)
+        is_teacher = (mass + extra) - (mass + extra) == 0.0
+        value = -tl.sum(tl.where(is_kept, stored * log_q, 0.0), 0) - extra
+        pull = q * mass - weights
+        rest_pull = mass * shift / total
+    else:
+        # The tail is the entry after the kept ones.
+        is_tail = places == num_kept
+        tail = tl.log(rest) + (rest_high - high) * inverse - log_norm
+        log_q = tl.where(is_tail, tl.where(rest > 0.0, tail, _LOG_ZERO), log_q)
+        log_q = tl.where(log_q < _LOG_ZERO, _LOG_ZERO, log_q)
+        q = tl.where(is_kept | is_tail, tl.exp(log_q), 0.0)
+        log_p = tl.where(is_kept, stored, tl.where(is_tail, extra, float("-inf")))
+        most = tl.max(log_p, 0)
+        sums = tl.sum(tl.where(is_kept | is_tail, tl.exp(log_p - most), 0.0), 0)
+        is_teacher = (most > float("-inf")) & (most < float("inf")) & (sums > 0.0) & (sums < float("inf"))
+        log_p = tl.where(log_p >= _LOG_ZERO, log_p, _LOG_ZERO)
+        log_p = tl.where(is_teacher, log_p, _LOG_ZERO)
+        p = tl.exp(log_p)
+        one, slope = _slopes(q, p, log_q, log_p, a, b, DIVERGENCE)
+        one = tl.where(is_kept | is_tail, one, 0.0)
+        slope = tl.where(is_kept | is_tail, slope, 0.0)
+        value = tl.sum(one, 0)
+        pull = slope - q * tl.sum(slope, 0)
+        rest_pull = tl.sum(tl.where(is_tail, pull, 0.0), 0) * tl.where(rest > 0.0, 1.0 / rest, 0.0)
+    pull = tl.where(is_teacher, pull, 0.0)
+    rest_pull = tl.where(is_teacher, rest_pull, 0.0)
+    value = tl.where(is_teacher, value, 0.0)
+    return high, unit_total, is_teacher, value, pull, rest_pull
 
 
 @triton.jit
@@ -453,17 +543,9 @@ def _sparse_rows(
     label_x = _finish(tl.load(student + target), scale, cap, HAS_CAP)
     places = tl.arange(0, KEPT)
     is_kept = places < num_kept
-    ids += row * num_kept
-    values += row * num_kept
-    kept = tl.load(ids + places, mask=is_kept, other=-1)
-    stored = tl.load(values + places, mask=is_kept, other=0.0).to(tl.float32)
-    is_first = is_kept
-    if SAMPLED:
-        weights = tl.zeros((KEPT,), tl.float32)
-        for place in range(0, num_kept):
-            is_same = kept == tl.load(ids + place)
-            weights += tl.where(is_same, tl.load(values + place).to(tl.float32), 0.0)
-            is_first = is_first & ((is_same == 0) | (places <= place))
+    kept, stored, is_first, weights = _kept_of(
+        ids + row * num_kept, values + row * num_kept, places, num_kept, KEPT, SAMPLED
+    )
     kept_x = tl.load(student + kept, mask=is_kept, other=0.0)
     kept_x = _possible(_finish(kept_x, scale, cap, HAS_CAP), is_kept)
     tl.debug_barrier()  # every kept logit and the label's is read
@@ -490,53 +572,16 @@ def _sparse_rows(
     rest_high, rest, unit_rest, t_high, t_total, gap = _merge(
         high, total, unit_total, high, total, total, inverse, False, False
     )
-    counted = tl.where(is_first, 1.0, 0.0)
-    high = tl.maximum(rest_high, tl.max(kept_x, 0))
-    shift = tl.exp((rest_high - high) * inverse)
-    total = rest * shift + tl.sum(counted * tl.exp((kept_x - high) * inverse), 0)
-    unit_total = unit_rest * tl.exp(rest_high - high) + tl.sum(counted * tl.exp(kept_x - high), 0)
-    is_student = _is_usable(high, total)
-    total = tl.where(is_student, total, float("nan"))
-    unit_total = tl.where(is_student, unit_total, float("nan"))
+    high, unit_total, is_teacher, value, pull, rest_pull = _kept_and_rest(
+        kept_x, stored, weights, tl.load(side + row).to(tl.float32), is_first, places, num_kept,
+        rest_high, rest, unit_rest, inverse, a, b, DIVERGENCE, SAMPLED,
+    )  # fmt: skip
     tl.store(ce + row, tl.log(unit_total) - (label_x - high))
-    log_norm = tl.log(total)
-    log_q = (kept_x - high) * inverse - log_norm
-    q = tl.exp(log_q)
-    extra = tl.load(side + row).to(tl.float32)
-    if SAMPLED:
-        mass = tl.sum(tl.where(is_kept, stored, 0.0), 0)
-        is_teacher = (mass + extra) - (mass + extra) == 0.0
-        value = -tl.sum(tl.where(is_kept, stored * log_q, 0.0), 0) - extra
-        pull = q * mass - weights
-        rest_pull = mass * shift / total  # times the exponential of a rest token
-    else:
-        # The tail is the entry after the kept ones.
-        is_tail = places == num_kept
-        tail = tl.log(rest) + (rest_high - high) * inverse - log_norm
-        log_q = tl.where(is_tail, tl.where(rest > 0.0, tail, _LOG_ZERO), log_q)
-        log_q = tl.where(log_q < _LOG_ZERO, _LOG_ZERO, log_q)
-        q = tl.where(is_kept | is_tail, tl.exp(log_q), 0.0)
-        log_p = tl.where(is_kept, stored, tl.where(is_tail, extra, float("-inf")))
-        most = tl.max(log_p, 0)
-        sums = tl.sum(tl.where(is_kept | is_tail, tl.exp(log_p - most), 0.0), 0)
-        is_teacher = (most > float("-inf")) & (most < float("inf")) & (sums > 0.0) & (sums < float("inf"))
-        log_p = tl.where(log_p >= _LOG_ZERO, log_p, _LOG_ZERO)
-        log_p = tl.where(is_teacher, log_p, _LOG_ZERO)
-        p = tl.exp(log_p)
-        one, slope = _slopes(q, p, log_q, log_p, a, b, DIVERGENCE)
-        one = tl.where(is_kept | is_tail, one, 0.0)
-        slope = tl.where(is_kept | is_tail, slope, 0.0)
-        value = tl.sum(one, 0)
-        pull = slope - q * tl.sum(slope, 0)
-        rest_pull = tl.sum(tl.where(is_tail, pull, 0.0), 0) * tl.where(rest > 0.0, 1.0 / rest, 0.0)
-    kd_weight = tl.load(kd_weights + row) * temperature
-    ce_weight = tl.load(ce_weights + row)
-    ce_weight += tl.where(is_teacher, 0.0, tl.load(kd_weights + row))
-    kd_weight = tl.where(is_teacher, kd_weight, 0.0)
-    pull = tl.where(is_teacher, pull, 0.0)
-    rest_pull = tl.where(is_teacher, rest_pull, 0.0)
     tl.store(is_bad + row, (is_teacher == 0).to(tl.int8))
-    tl.store(kd + row, tl.where(is_teacher, value * temperature * temperature, 0.0))
+    tl.store(kd + row, value * temperature * temperature)
+    kd_weight = tl.load(kd_weights + row)
+    ce_weight = tl.load(ce_weights + row) + tl.where(is_teacher, 0.0, kd_weight)
+    kd_weight = tl.where(is_teacher, kd_weight * temperature, 0.0)
 
     if GRADIENT:
         power = tl.load(powers + row)
@@ -564,6 +609,88 @@ def _sparse_rows(
         tl.store(lost + row, tl.sum(loss, 0) + tl.sum(tl.where(is_first, v - half.to(tl.float32), 0.0), 0))
 
 
+@triton.jit
+def _sparse_rows_at_once(
+    student, ids, values, side, out, targets, temperatures, kd_weights, ce_weights, powers, kd, ce, is_bad, lost,
+    notes, arrived, stride, out_stride, num_tokens, padded, num_kept, num_parts, patience, scale, cap, a, b,
+    DIVERGENCE: tl.constexpr, SAMPLED: tl.constexpr, GRADIENT: tl.constexpr, HAS_CAP: tl.constexpr,
+    KEPT: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """`num_parts` blocks for each row. `arrived` [1 + C] is 0, `notes` [C, 3 S + KEPT] is scratch, `lost` is [C, S].
+
+    A block takes the kept logits in its part out of the row, and hands them to the others with its sums.
+    """
+    row, part, patience = _part_of(arrived, num_parts, patience)
+    student += row * stride
+    out += row * out_stride
+    notes += row * (3 * num_parts + KEPT)
+    temperature = tl.load(temperatures + row)
+    inverse = 1.0 / temperature
+    target = tl.load(targets + row)
+    has_label = target // BLOCK == part
+    label_x = _finish(tl.load(student + target, mask=has_label, other=0.0), scale, cap, HAS_CAP)
+    places = tl.arange(0, KEPT)
+    kept, stored, is_first, weights = _kept_of(
+        ids + row * num_kept, values + row * num_kept, places, num_kept, KEPT, SAMPLED
+    )
+    is_own = (kept >= part * BLOCK) & (kept < (part + 1) * BLOCK)  # places without an id have -1
+    kept_x = tl.load(student + kept, mask=is_own, other=0.0)
+    tl.store(notes + 3 * num_parts + places, _finish(kept_x, scale, cap, HAS_CAP), mask=is_own)
+    tl.debug_barrier()  # every kept logit of the part and the label's is read
+    tl.store(student + kept, float("-inf"), mask=is_own & is_first)
+    tl.debug_barrier()  # and every thread sees the part without them
+    cols = part * BLOCK + tl.arange(0, BLOCK)
+    raw = tl.load(student + cols, mask=cols < padded, other=0.0)
+    is_rest = (cols < num_tokens) & (raw != float("-inf"))
+    x = _possible(_finish(raw, scale, cap, HAS_CAP), is_rest)
+    one = tl.where(is_rest, 1.0, 0.0)
+    rest_high, rest, unit_rest, t_high, t_total, gap = _merge(x, one, one, x, one, one, inverse, False, False)
+    tl.store(notes + part, rest_high)
+    tl.store(notes + num_parts + part, rest)
+    tl.store(notes + 2 * num_parts + part, unit_rest)
+    is_met = _meet(arrived + 1 + row, arrived, num_parts, patience)
+    parts = tl.arange(0, PARTS)
+    is_part = parts < num_parts
+    rest_high = tl.load(notes + parts, mask=is_part, other=_LOG_ZERO, volatile=True)
+    rest = tl.load(notes + num_parts + parts, mask=is_part, other=0.0, volatile=True)
+    unit_rest = tl.load(notes + 2 * num_parts + parts, mask=is_part, other=0.0, volatile=True)
+    rest_high, rest, unit_rest, t_high, t_total, gap = _merge(
+        rest_high, rest, unit_rest, rest_high, rest, rest, inverse, False, False
+    )
+    rest = tl.where(is_met, rest, float("nan"))
+    is_kept = places < num_kept
+    kept_x = tl.load(notes + 3 * num_parts + places, mask=is_kept, other=0.0, volatile=True)
+    kept_x = _possible(kept_x, is_kept)
+    high, unit_total, is_teacher, value, pull, rest_pull = _kept_and_rest(
+        kept_x, stored, weights, tl.load(side + row).to(tl.float32), is_first, places, num_kept,
+        rest_high, rest, unit_rest, inverse, a, b, DIVERGENCE, SAMPLED,
+    )  # fmt: skip
+    tl.store(ce + row, tl.log(unit_total) - (label_x - high), mask=has_label)
+    tl.store(is_bad + row, (is_teacher == 0).to(tl.int8), mask=part == 0)
+    tl.store(kd + row, value * temperature * temperature, mask=part == 0)
+    if GRADIENT:
+        kd_weight = tl.load(kd_weights + row)
+        ce_weight = tl.load(ce_weights + row) + tl.where(is_teacher, 0.0, kd_weight)
+        kd_weight = tl.where(is_teacher, kd_weight * temperature, 0.0)
+        power = tl.load(powers + row)
+        unit_over = 1.0 / unit_total
+        own = tl.exp((x - rest_high) * inverse) * rest_pull
+        label = tl.where(cols == target, 1.0, 0.0)
+        v = _gradient(x, tl.exp(x - high) * unit_over, own, label, kd_weight, ce_weight, power, scale, cap, HAS_CAP)
+        v = tl.where(is_rest, v, 0.0)
+        half = v.to(out.dtype.element_ty)
+        loss = tl.sum(v - half.to(tl.float32), 0)
+        tl.store(out + tl.max_contiguous(cols, 4), half, mask=cols < padded)
+        label = tl.where(kept == target, 1.0, 0.0)
+        q1 = tl.exp(kept_x - high) * unit_over
+        v = _gradient(kept_x, q1, pull, label, kd_weight, ce_weight, power, scale, cap, HAS_CAP)
+        half = v.to(out.dtype.element_ty)
+        tl.debug_barrier()
+        tl.store(out + kept, half, mask=is_own & is_first)
+        loss += tl.sum(tl.where(is_own & is_first, v - half.to(tl.float32), 0.0), 0)
+        tl.store(lost + row * num_parts + part, loss)
+
+
 # -- launching ---------------------------------------------------------------------------------------------
 
 _BLOCK, _OPTIONS = (
@@ -572,9 +699,12 @@ _BLOCK, _OPTIONS = (
 )  # four neighbours a thread: with eight, each FP32 load would touch half of every sector
 _PART = 4096
 # ptxas would rather spill a few bytes of these than give up a block a multiprocessor.
-_REGISTERS_AT_ONCE = {_JSD.value: 224, _TODI.value: 224, _VARIATION.value: 128}
+_REGISTERS_AT_ONCE = {_FORWARD.value: 128, _JSD.value: 224, _TODI.value: 224, _VARIATION.value: 128}
 _REGISTERS_IN_PASSES = {_TODI.value: 96}
 _MOST_KEPT = 1023
+# How often a block looks for the others of its row, at some hundred nanoseconds a time: about a second, where
+# microseconds are usual. A context that the driver sets aside does not look.
+_PATIENCE = 1 << 21
 _TOP = 14  # exponent of the largest possible entry after scaling: FP16 ends at 65,504
 
 
@@ -664,7 +794,7 @@ def prepare(
     num_rows, num_tokens = raw.shape
     width = min([_padded(raw), *([_padded(teacher.raw)] if isinstance(teacher, Logits) else [])])
     num_parts = triton.cdiv(width, _PART)
-    is_cut = not isinstance(teacher, TopKSignal | SampledSignal) and 1 <= num_parts <= num_blocks
+    is_cut = 1 <= num_parts <= num_blocks
     lost = torch.empty((num_rows, num_parts if is_cut else 1), device=raw.device)
     if gradient is not None:
         gradient = replace(gradient, lost=lost)
@@ -680,11 +810,20 @@ def prepare(
         "GRADIENT": plan.wants_student,
         "HAS_CAP": student.softcap is not None,
     }
+    if is_cut:
+        arguments |= {"num_parts": num_parts, "patience": _PATIENCE,
+                      "arrived": torch.zeros(1 + 2 * num_rows, dtype=torch.int32, device=raw.device)}  # fmt: skip
+        constants["PARTS"] = triton.next_power_of_2(num_parts)
+    grid = num_rows * num_parts if is_cut else num_rows
+    constants["BLOCK"] = _PART if is_cut else _BLOCK
     if isinstance(teacher, TopKSignal | SampledSignal):
         arguments |= _kept(teacher, rows, plan, num_tokens)
-        constants |= {"SAMPLED": isinstance(teacher, SampledSignal), "BLOCK": _BLOCK,
-                      "KEPT": max(16, triton.next_power_of_2(int(arguments["num_kept"]) + 1))}  # fmt: skip
-        return Launch(_sparse_rows, arguments, constants, num_rows, _OPTIONS), gradient
+        room = max(16, triton.next_power_of_2(int(arguments["num_kept"]) + 1))
+        constants |= {"SAMPLED": isinstance(teacher, SampledSignal), "KEPT": room}
+        if not is_cut:
+            return Launch(_sparse_rows, arguments, constants, grid, {**_OPTIONS, "maxnreg": 64}), gradient
+        arguments["notes"] = torch.empty((num_rows, 3 * num_parts + room), device=raw.device)
+        return Launch(_sparse_rows_at_once, arguments, constants, grid, {**_OPTIONS, "maxnreg": 120}), gradient
     other = teacher if isinstance(teacher, Logits) else student
     arguments |= {"teacher": other.raw, "t_stride": other.raw.stride(0), "t_scale": float(other.scale),
                   "t_cap": float(other.softcap or 0.0)}  # fmt: skip
@@ -693,14 +832,9 @@ def prepare(
         constants["DIVERGENCE"] = _NONE.value
     if not is_cut:
         options = _options(_REGISTERS_IN_PASSES, constants)
-        return Launch(_rows_in_passes, arguments, {**constants, "BLOCK": _BLOCK}, num_rows, options), gradient
-    arguments |= {
-        "notes": torch.empty((num_rows, 8, num_parts), device=raw.device), "num_rows": num_rows, "num_parts": num_parts,
-        "arrived": torch.zeros(1 + 2 * num_rows, dtype=torch.int32, device=raw.device),
-    }  # fmt: skip
-    constants |= {"BLOCK": _PART, "PARTS": triton.next_power_of_2(num_parts)}
-    options = _options(_REGISTERS_AT_ONCE, constants)
-    return Launch(_rows_at_once, arguments, constants, num_rows * num_parts, options), gradient
+        return Launch(_rows_in_passes, arguments, constants, grid, options), gradient
+    arguments |= {"notes": torch.empty((num_rows, 8, num_parts), device=raw.device), "num_rows": num_rows}
+    return Launch(_rows_at_once, arguments, constants, grid, _options(_REGISTERS_AT_ONCE, constants)), gradient
 
 
 def _options(registers: dict[int, int], constants: dict[str, Any]) -> dict[str, int]:

@@ -487,21 +487,24 @@ class _HeadPass(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         with torch.no_grad():
             results = [
-                None if gradient is None else _multiplied(gradient, upstream[0]).to(dtype)
+                None if gradient is None else _multiplied(gradient, upstream[0], dtype)
                 for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
             ]
         return (*only_once(results), None)
 
 
-def _multiplied(gradient: Tensor, upstream: Tensor) -> Tensor:
-    """gradient * upstream, in place unless the graph is kept: a second weight gradient would double the memory."""
+def _multiplied(gradient: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
+    """gradient * upstream as `dtype`, in place unless the graph is kept: a second weight gradient would double the
+    memory. A GPU multiplies in FP32 and casts in one pass."""
+    if gradient.dtype != dtype and gradient.device.type == "cuda":
+        return torch.mul(gradient, upstream, out=torch.empty_like(gradient, dtype=dtype))
     keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     if keeps_graph is None or keeps_graph():
-        return gradient * upstream
+        return (gradient * upstream).to(dtype)
     # Reading a CPU scalar is free. On a GPU the read would wait for the device, and the product is cheap.
     if upstream.device.type == "cpu" and upstream.detach().numpy() == 1.0:
-        return gradient
-    return gradient.mul_(upstream)
+        return gradient.to(dtype)
+    return gradient.mul_(upstream).to(dtype)
 
 
 class _ChunkedPass:

@@ -123,6 +123,9 @@ HALVES = (torch.float16, torch.bfloat16)
 _TOP = 14  # exponent of the largest entry of a row after scaling: below 2^15, and FP16 ends at 65,504
 _MOST_LIFT = 80  # a row whose largest entry is below 2^-66 is not lifted to the top: its power would leave FP32
 _LEAST_HIDDEN = -24  # exponent of the smallest FP16 number
+# Rows of the weight that name what all of them have in common. It is multiplied by what rounding took from the sum of a
+# row of G, which is about as large as the norm of what it took: off by a 64th of W's spread, the mean adds no error.
+_MEAN_ROWS = 4096
 _SHARE_TOKENS = 8192  # rows of the weight's gradient that a later chunk adds to at once: bounds what it needs for that
 
 
@@ -237,7 +240,7 @@ class HalfMultiplier:
         self._dtype = dtype
         self._rows: Tensor | None = None  # [C, V], the gradient as an operand
         self._share: Tensor | None = None  # [tokens, D], what a chunk adds to some rows of the weight's gradient
-        self._mean: Tensor | None = None  # [D], of the weight's rows
+        self._mean: Tensor | None = None  # [D], of some of the weight's rows
 
     def operand(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._dtype)
@@ -263,14 +266,19 @@ class HalfMultiplier:
         return GradientRows(rows, lifts, total.sub_(rows.sum(-1, dtype=torch.float32)))
 
     def to_hidden(self, gradient: GradientRows, weight: Tensor, out: Tensor) -> None:
-        _multiply(gradient.values, weight, out)
-        if self._mean is None:
-            self._mean = weight.mean(0, dtype=torch.float32)
+        is_scaled = gradient.lift != 0 and _has_wide_sums(weight.device, self._dtype)
+        scale = 2.0**-gradient.lift if is_scaled else 1.0
+        if is_scaled:
+            torch.addmm(out, gradient.values, weight, out_dtype=torch.float32, beta=0, alpha=scale, out=out)
+        else:
+            _multiply(gradient.values, weight, out)
         if gradient.lost is not None:
-            out.addr_(gradient.lost, self._mean)
+            if self._mean is None:
+                self._mean = weight[:: max(1, len(weight) // _MEAN_ROWS)].mean(0, dtype=torch.float32)
+            out.addr_(gradient.lost, self._mean, alpha=scale)
         if gradient.lifts is not None:
             out.mul_(power_of_two(-gradient.lifts)[:, None])
-        elif gradient.lift:
+        elif gradient.lift and not is_scaled:
             out.mul_(2.0**-gradient.lift)
 
     def to_weight(self, gradient: GradientRows, hidden: Tensor, out: Tensor, *, adds: bool) -> None:
