@@ -41,8 +41,8 @@ from stillroom.telemetry import read_events
 
 HERE = Path(__file__).parent
 CACHE, RESULTS = HERE / ".cache", HERE / "results"
-TEACHER, STUDENT = {"width": 96, "layers": 4}, {"width": 48, "layers": 3}
-STEPS, TRIAL_STEPS, ROWS, LENGTH = 240, 32, 16, 48
+STEPS, TRIAL_STEPS, ROWS, LENGTH = 120, 32, 16, 48
+CARELESS, BASE_STEPS = 0.4, 1200  # missteps in the text of the student before distillation, and its steps
 RATES = (2e-3, 5e-3, 1.2e-2)
 SAMPLES = 16  # texts a prompt that a teacher draws, and that missteps make; on broad prompts one
 LEADERS, LEADER_SEEDS = 2, tuple(range(8))  # arms that are run with more seeds
@@ -99,6 +99,16 @@ SETTINGS = {
 
 
 @dataclass(frozen=True)
+class Size:
+    width: int
+    layers: int
+    rows: int  # of a micro-batch in its schooling
+
+
+TEACHER, STUDENT = Size(96, 4, 64), Size(48, 3, 32)
+
+
+@dataclass(frozen=True)
 class Job:
     learning_rate: float
     seed: int
@@ -123,11 +133,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
 
 
-def save_model(place: Path, size: dict[str, int], seed: int) -> Path:
+def save_model(place: Path, size: Size, seed: int) -> Path:
     torch.manual_seed(seed)
-    words, width = tokenizer(), size["width"]
+    words, width = tokenizer(), size.width
     config = LlamaConfig(
-        vocab_size=len(words), hidden_size=width, intermediate_size=width * 3, num_hidden_layers=size["layers"],
+        vocab_size=len(words), hidden_size=width, intermediate_size=width * 3, num_hidden_layers=size.layers,
         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=64, bos_token_id=1, eos_token_id=2,
         pad_token_id=0, tie_word_embeddings=True,
     )  # fmt: skip
@@ -137,23 +147,37 @@ def save_model(place: Path, size: dict[str, int], seed: int) -> Path:
 
 
 @cache
-def teacher_of(setting: Setting) -> Any:
-    """Its teacher, trained once and kept: by default one that also knows how to continue after a misstep."""
-    place, task = CACHE / setting.teacher, task_of(setting.task)
+def schooled(kind: type[Task], name: str, size: Size, missteps: float, steps: int) -> Path:
+    """A model trained by plain cross-entropy on text of all prompts but dev and test. Made once, and kept."""
+    place, task = CACHE / name, task_of(kind)
     if not place.exists():
         CACHE.mkdir(exist_ok=True)
-        rng = random.Random(5)
-        missteps = task.schooling if setting.is_schooled_on_missteps else 0.0
-        rows = answers_of(task, [*task.parts["all"]] * 3, rng, missteps)
-        start = save_model(CACHE / f"{setting.teacher}-begun", TEACHER, 1)
-        data = tasks.write(CACHE / f"{setting.teacher}.jsonl", rows)
-        held = tasks.write(CACHE / f"{setting.teacher}-dev.jsonl", gold(task, "dev"))
-        settings = common(start, data, held, Job(3e-3, 0, 1200)) | PLAIN
-        settings |= {"train.batch_size": 64, "train.save_steps": 100}
-        run = CACHE / f"{setting.teacher}-run"  # begun, or continued
+        rows = answers_of(task, task.parts["all"] * 3, random.Random(5), missteps)
+        start = save_model(CACHE / f"{name}-begun", size, 1)
+        data = tasks.write(CACHE / f"{name}.jsonl", rows)
+        held = tasks.write(CACHE / f"{name}-dev.jsonl", gold(task, "dev"))
+        settings = common(start, data, held, Job(3e-3, 0, steps)) | PLAIN
+        settings |= {"train.batch_size": size.rows, "train.save_steps": 100}
+        run = CACHE / f"{name}-run"  # begun, or continued
         stillroom.distill(stillroom.load_config(overrides=settings), run, device="cpu")
         shutil.copytree(run / "student", place)
-    return AutoModelForCausalLM.from_pretrained(place).eval()
+    return place
+
+
+def teacher_folder(setting: Setting) -> Path:
+    """By default it also knows how to continue after a misstep."""
+    missteps = setting.task.schooling if setting.is_schooled_on_missteps else 0.0
+    return schooled(setting.task, setting.teacher, TEACHER, missteps, setting.task.teacher_steps)
+
+
+@cache
+def teacher_of(setting: Setting) -> Any:
+    return AutoModelForCausalLM.from_pretrained(teacher_folder(setting)).eval()
+
+
+def base_folder(setting: Setting) -> Path:
+    """The student before distillation: it knows the letters and the form of an answer from careless text."""
+    return schooled(setting.task, f"{setting.task.name}-base", STUDENT, CARELESS, BASE_STEPS)
 
 
 # -- texts ---------------------------------------------------------------------------------------------------
@@ -226,11 +250,10 @@ def train(setting: Setting, arm: str, job: Job, folder: Path, **more: Any) -> di
     """Train a student in a folder. Return what it cost, and facts of its text."""
     (kind, settings), task = ARMS[arm], task_of(setting.task)
     rows, written, facts = make_text(setting, kind, job.seed)
-    teacher_of(setting)
     data = tasks.write(folder / "train.jsonl", rows)
     held = tasks.write(folder / "dev.jsonl", gold(task, "dev"))
-    student = save_model(folder / "begun", STUDENT, 100 + job.seed)
-    over = common(student, data, held, job) | settings | {"teacher.model": str(CACHE / setting.teacher)} | more
+    over = common(base_folder(setting), data, held, job) | settings | more
+    over["teacher.model"] = str(teacher_folder(setting))
     if "rollouts.batch_size" in settings:
         over["rollouts.max_new_tokens"] = task.most + 1
     try:
@@ -251,12 +274,12 @@ def run_arm(setting: Setting, arm: str, job: Job) -> dict[str, Any]:
     """Train a student, and answer dev and test prompts with the last one."""
     with tempfile.TemporaryDirectory() as scratch:
         line = train(setting, arm, job, Path(scratch))
-        model = student_of(Path(scratch), *sorted((Path(scratch) / "run" / "checkpoints").glob("step-*"))[-1:])
+        model = student_of(setting, *sorted((Path(scratch) / "run" / "checkpoints").glob("step-*"))[-1:])
     return {**line, **judge(setting, model)}
 
 
-def student_of(folder: Path, checkpoint: Path) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(folder / "begun").eval()
+def student_of(setting: Setting, checkpoint: Path) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(base_folder(setting)).eval()
     model.load_state_dict(load_file(next(iter(sorted(checkpoint.glob("*student*.safetensors"))))), strict=False)
     model.tie_weights()
     return model
@@ -398,7 +421,7 @@ def follow(setting: Setting, arm: str, job: Job) -> list[dict[str, Any]]:
         folder = Path(scratch)
         train(setting, arm, job, folder, **{"train.save_steps": job.steps // LOOKS, "checkpoint.keep": LOOKS + 2})
         for checkpoint in sorted((folder / "run" / "checkpoints").glob("step-*")):
-            model, line = student_of(folder, checkpoint), {"step": int(checkpoint.name.removeprefix("step-"))}
+            model, line = student_of(setting, checkpoint), {"step": int(checkpoint.name.removeprefix("step-"))}
             for part in ("dev", "test"):
                 items = task.parts[part]
                 answers = [text for text, _ in answered(task, model, items, 77, temperature=0.0)]

@@ -21,6 +21,7 @@ class Task(Protocol):
     name: str
     most: int  # tokens of an answer
     schooling: float  # missteps in the text that a teacher is schooled on
+    teacher_steps: int
     parts: dict[str, list[Any]]
 
     def prompt(self, item: Any) -> str: ...
@@ -46,7 +47,7 @@ class Maze:
     Right: each step goes to an open neighbour, the last cell is the goal, and the text ends there.
     """
 
-    name, most, schooling = "maze", 40, 0.15
+    name, most, schooling, teacher_steps = "maze", 40, 0.15, 1200
     size = 9
 
     def __init__(self, seed: int = 0) -> None:
@@ -121,7 +122,7 @@ class Maze:
 class Sort:
     """Eight letters in order. A misstep takes any of the letters that are left; nothing makes up for it."""
 
-    name, most, schooling = "sort", 8, 0.03
+    name, most, schooling, teacher_steps = "sort", 8, 0.03, 800
 
     def __init__(self, seed: int = 0) -> None:
         rng = random.Random(seed)
