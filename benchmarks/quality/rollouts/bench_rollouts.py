@@ -41,10 +41,11 @@ from stillroom.telemetry import read_events
 
 HERE = Path(__file__).parent
 CACHE, RESULTS = HERE / ".cache", HERE / "results"
-STEPS, TRIAL_STEPS, ROWS, LENGTH = 120, 32, 16, 48
-CARELESS, BASE_STEPS = 0.4, 1200  # missteps in the text of the student before distillation, and its steps
-RATES = (2e-3, 5e-3, 1.2e-2)
-SAMPLES = 16  # texts a prompt that a teacher draws, and that missteps make; on broad prompts one
+TEACHER, STUDENT = (96, 4), (48, 3)  # width, layers
+TEACHER_STEPS, TEACHER_ROWS = 900, 8000
+STEPS, TRIAL_STEPS, ROWS, LENGTH = 240, 32, 16, 48
+RATES = (4e-3, 8e-3)
+SAMPLES = 16  # texts a prompt that a teacher draws, and that missteps make; on many prompts one
 LEADERS, LEADER_SEEDS = 2, tuple(range(8))  # arms that are run with more seeds
 
 KD = {"objectives.kd.weight": 1.0, "objectives.ce.weight": 0.0, "objectives.kd.temperature": 1.0}
@@ -74,7 +75,7 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "rounds of 16 at T 1.5, forward KL": ("gold", KD | ROUNDS | {"rollouts.temperature": 1.5}),
 }  # fmt: skip
 REFERENCE, *_ = ARMS
-CONTROLS = list(ARMS)[:5]
+MAIN, CONTROLS = list(ARMS)[:11], list(ARMS)[:5]
 
 
 @dataclass(frozen=True)
@@ -94,18 +95,8 @@ SETTINGS = {
     "maze": Setting(tasks.Maze),
     "maze, teacher of gold text only": Setting(tasks.Maze, is_schooled_on_missteps=False),
     "sort": Setting(tasks.Sort),
-    "maze, 2,000 prompts": Setting(tasks.Maze, part="broad"),
+    "maze, many prompts": Setting(tasks.Maze, part="all"),
 }
-
-
-@dataclass(frozen=True)
-class Size:
-    width: int
-    layers: int
-    rows: int  # of a micro-batch in its schooling
-
-
-TEACHER, STUDENT = Size(96, 4, 64), Size(48, 3, 32)
 
 
 @dataclass(frozen=True)
@@ -133,11 +124,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
 
 
-def save_model(place: Path, size: Size, seed: int) -> Path:
+def save_model(place: Path, size: tuple[int, int], seed: int) -> Path:
     torch.manual_seed(seed)
-    words, width = tokenizer(), size.width
+    words, (width, layers) = tokenizer(), size
     config = LlamaConfig(
-        vocab_size=len(words), hidden_size=width, intermediate_size=width * 3, num_hidden_layers=size.layers,
+        vocab_size=len(words), hidden_size=width, intermediate_size=width * 3, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=64, bos_token_id=1, eos_token_id=2,
         pad_token_id=0, tie_word_embeddings=True,
     )  # fmt: skip
@@ -147,37 +138,31 @@ def save_model(place: Path, size: Size, seed: int) -> Path:
 
 
 @cache
-def schooled(kind: type[Task], name: str, size: Size, missteps: float, steps: int) -> Path:
-    """A model trained by plain cross-entropy on text of all prompts but dev and test. Made once, and kept."""
-    place, task = CACHE / name, task_of(kind)
+def teacher_folder(setting: Setting) -> Path:
+    """Its teacher, schooled by plain cross-entropy on all prompts but dev and test. Made once, and kept.
+
+    By default its text has missteps, so that it knows how to continue after them.
+    """
+    place, task = CACHE / setting.teacher, task_of(setting.task)
     if not place.exists():
         CACHE.mkdir(exist_ok=True)
-        rows = answers_of(task, task.parts["all"] * 3, random.Random(5), missteps)
-        start = save_model(CACHE / f"{name}-begun", size, 1)
-        data = tasks.write(CACHE / f"{name}.jsonl", rows)
-        held = tasks.write(CACHE / f"{name}-dev.jsonl", gold(task, "dev"))
-        settings = common(start, data, held, Job(3e-3, 0, steps)) | PLAIN
-        settings |= {"train.batch_size": size.rows, "train.save_steps": 100}
-        run = CACHE / f"{name}-run"  # begun, or continued
+        missteps = task.schooling if setting.is_schooled_on_missteps else 0.0
+        items = task.parts["all"] * -(-TEACHER_ROWS // len(task.parts["all"]))
+        rows = answers_of(task, items, random.Random(5), missteps)
+        start = save_model(CACHE / f"{setting.teacher}-begun", TEACHER, 1)
+        data = tasks.write(CACHE / f"{setting.teacher}.jsonl", rows)
+        held = tasks.write(CACHE / f"{setting.teacher}-dev.jsonl", gold(task, "dev"))
+        settings = common(start, data, held, Job(3e-3, 0, TEACHER_STEPS)) | PLAIN
+        settings |= {"train.batch_size": 32, "train.save_steps": 100}
+        run = CACHE / f"{setting.teacher}-run"  # begun, or continued
         stillroom.distill(stillroom.load_config(overrides=settings), run, device="cpu")
         shutil.copytree(run / "student", place)
     return place
 
 
-def teacher_folder(setting: Setting) -> Path:
-    """By default it also knows how to continue after a misstep."""
-    missteps = setting.task.schooling if setting.is_schooled_on_missteps else 0.0
-    return schooled(setting.task, setting.teacher, TEACHER, missteps, setting.task.teacher_steps)
-
-
 @cache
 def teacher_of(setting: Setting) -> Any:
     return AutoModelForCausalLM.from_pretrained(teacher_folder(setting)).eval()
-
-
-def base_folder(setting: Setting) -> Path:
-    """The student before distillation: it knows the letters and the form of an answer from careless text."""
-    return schooled(setting.task, f"{setting.task.name}-base", STUDENT, CARELESS, BASE_STEPS)
 
 
 # -- texts ---------------------------------------------------------------------------------------------------
@@ -197,7 +182,7 @@ def make_text(setting: Setting, kind: str, seed: int) -> tuple[list[tuple[str, s
     task, began = task_of(setting.task), time.process_time()
     if kind == "gold":
         return gold(task, setting.part), 0.0, {}
-    samples = 1 if setting.part == "broad" or kind == "t0.0" else SAMPLES
+    samples = 1 if setting.part == "all" or kind == "t0.0" else SAMPLES
     items = [item for item in task.parts[setting.part] for _ in range(samples)]
     if kind == "missteps":
         rows = answers_of(task, items, random.Random(seed), task.schooling)
@@ -252,7 +237,8 @@ def train(setting: Setting, arm: str, job: Job, folder: Path, **more: Any) -> di
     rows, written, facts = make_text(setting, kind, job.seed)
     data = tasks.write(folder / "train.jsonl", rows)
     held = tasks.write(folder / "dev.jsonl", gold(task, "dev"))
-    over = common(base_folder(setting), data, held, job) | settings | more
+    student = save_model(folder / "begun", STUDENT, 100 + job.seed)
+    over = common(student, data, held, job) | settings | more
     over["teacher.model"] = str(teacher_folder(setting))
     if "rollouts.batch_size" in settings:
         over["rollouts.max_new_tokens"] = task.most + 1
@@ -274,12 +260,12 @@ def run_arm(setting: Setting, arm: str, job: Job) -> dict[str, Any]:
     """Train a student, and answer dev and test prompts with the last one."""
     with tempfile.TemporaryDirectory() as scratch:
         line = train(setting, arm, job, Path(scratch))
-        model = student_of(setting, *sorted((Path(scratch) / "run" / "checkpoints").glob("step-*"))[-1:])
+        model = student_of(Path(scratch), *sorted((Path(scratch) / "run" / "checkpoints").glob("step-*"))[-1:])
     return {**line, **judge(setting, model)}
 
 
-def student_of(setting: Setting, checkpoint: Path) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(base_folder(setting)).eval()
+def student_of(folder: Path, checkpoint: Path) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(folder / "begun").eval()
     model.load_state_dict(load_file(next(iter(sorted(checkpoint.glob("*student*.safetensors"))))), strict=False)
     model.tie_weights()
     return model
@@ -378,7 +364,9 @@ def steps_of(book: Book, name: str, arm: str) -> int:
 
 
 def tune(book: Book, name: str, arm: str, seeds: tuple[int, ...] = books.SEEDS) -> None:
-    setting, steps = SETTINGS[name], steps_of(book, name, arm)
+    setting = SETTINGS[name]
+    book.fact(f"teacher: {name}", lambda: school_report(setting))
+    steps = steps_of(book, name, arm)
     work: Any = lambda job: run_arm(setting, arm, job)  # noqa: E731
     make: Any = lambda rate, seed: Job(rate, seed, steps)  # noqa: E731
     book.tuned(arm, make, seeds=seeds, rates=RATES, work=work, setting=name)
@@ -390,14 +378,16 @@ def leaders(book: Book) -> list[str]:
 
 
 def sweep(book: Book) -> None:
-    for name, setting in SETTINGS.items():
-        book.fact(f"teacher: {name}", lambda setting=setting: school_report(setting))
-        for arm in CONTROLS:
-            tune(book, name, arm)
-    for arm in ARMS:
-        tune(book, "maze", arm)
+    """The main comparison first: what is stopped early has it."""
+    main, control, other, many = SETTINGS
+    order = [(name, arm) for name, arms in ((main, MAIN), (control, CONTROLS), (other, CONTROLS)) for arm in arms]
+    order += [(main, arm) for arm in ARMS if arm not in MAIN]
+    for name, arm in order:
+        tune(book, name, arm)
     for arm in leaders(book):
-        tune(book, "maze", arm, LEADER_SEEDS)
+        tune(book, main, arm, LEADER_SEEDS)
+    for arm in CONTROLS[:4]:
+        tune(book, many, arm)
 
 
 # -- which student -------------------------------------------------------------------------------------------
@@ -421,7 +411,7 @@ def follow(setting: Setting, arm: str, job: Job) -> list[dict[str, Any]]:
         folder = Path(scratch)
         train(setting, arm, job, folder, **{"train.save_steps": job.steps // LOOKS, "checkpoint.keep": LOOKS + 2})
         for checkpoint in sorted((folder / "run" / "checkpoints").glob("step-*")):
-            model, line = student_of(setting, checkpoint), {"step": int(checkpoint.name.removeprefix("step-"))}
+            model, line = student_of(folder, checkpoint), {"step": int(checkpoint.name.removeprefix("step-"))}
             for part in ("dev", "test"):
                 items = task.parts[part]
                 answers = [text for text, _ in answered(task, model, items, 77, temperature=0.0)]
