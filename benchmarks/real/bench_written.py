@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/real/bench_written.py            # what is missing, in order
     python benchmarks/real/bench_written.py draw
 
-The teacher writes questions from its chat template alone and answers them (`write.start = "template"`). The student, cut
-to 15 of 30 layers, is distilled on them and on the documentation of `bench_real.py` with as many steps of as many
+The teacher writes questions from its chat template alone and answers them (`write.start = "template"`). The student,
+cut to 15 of 30 layers, is distilled on them, or on the documentation of `bench_real.py` with as many steps of as many
 tokens, in blocks, by forward KL from the live teacher. Judged by prompts.jsonl, continued as they stand and asked in
 chat. Speeds are tokens a CPU second of one thread. Each part leaves its figures in results/written.json at once.
 """

@@ -435,7 +435,7 @@ def kept(lines: list[dict[str, Any]], select: str) -> dict[str, Any]:
 def select(book: Book) -> None:
     tuned = Book("rollouts", RESULTS)
     for arm in FOLLOWED:
-        for seed, line in sorted(tuned.lines(arm, setting="maze").items())[: len(books.SEEDS)]:
+        for _seed, line in sorted(tuned.lines(arm, setting="maze").items())[: len(books.SEEDS)]:
             job = Job(**line["job"])
 
             def work(job: Job, arm: str = arm) -> dict[str, Any]:
@@ -462,7 +462,6 @@ def draw_select(book: Book) -> None:
         rows.append([arm, *(books.told(found) for found in values.values()), books.told(best)])
     rows.append(["lost on average", *(f"{books.mean(found):.3f}" for found in lost.values()), ""])
     rows.append(["lost at worst", *(f"{max(found):.3f}" for found in lost.values()), ""])
-    book.fact("lost", lambda: {})
     book.facts["lost"] = {name: {"mean": books.mean(found), "worst": max(found)} for name, found in lost.items()}
     book.write()
     intro = (
@@ -485,7 +484,7 @@ COLUMNS = {
 def draw(book: Book) -> None:
     parts = [
         "Right answers of the last student to 300 test prompts, "
-        "greedy: by seed, mean, and against the reference (first arm of the script) paired by seed; **bold** where every "
+        "greedy: by seed, mean, and against the first arm of the script paired by seed; **bold** where every "
         "seed agrees and the mean lies beyond twice its standard error. The other columns are means over seeds: right "
         "answers drawn at T 1, KL(student, teacher) on its own text, cross-entropy of gold answers, greedy answers "
         "without an end (loops), tokens of a drawn answer, CPU seconds of training with all writing."
@@ -495,9 +494,14 @@ def draw(book: Book) -> None:
             continue
         told = book.facts[f"teacher: {name}"]
         rows = [["arm", "steps", "rate", "right (seeds)", "mean", "against reference", *COLUMNS]]
-        rows += [row for _, row in sorted((_row(book, name, arm) for arm in ARMS if book.lines(arm, setting=name)))]
+        rows += [row for _, row in sorted(_row(book, name, arm) for arm in ARMS if book.lines(arm, setting=name))]
         shares = ", ".join(f"{key} {told[key]:.3f}" for key in ("greedy", "T 1", "T 1.5"))
         parts += [f"## {name}", f"Teacher of {told['parameters']:,} parameters: {shares}.", books.markdown(rows)]
+    book.facts["right"] = {
+        name: {arm: 1 - books.mean(wrong.values()) for arm in ARMS if (wrong := book.values(arm, setting=name))}
+        for name in SETTINGS
+    }
+    book.write()
     books.save_table(book, "The student's own text, at equal CPU seconds", parts)
 
 
