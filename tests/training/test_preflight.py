@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stillroom.config import load_config
 from stillroom.core.errors import BrokenAtStart, ConfigError
-from stillroom.core.types import IGNORED, Batch
+from stillroom.core.types import IGNORED, Batch, HeadWeights
 from stillroom.data.loader import Loader
 from stillroom.models.anatomy import backbone, head_of
 from stillroom.telemetry import read_events
@@ -84,6 +84,15 @@ def test_a_random_model_is_in_doubt_and_not_an_error(tmp_path: Path, seed: int) 
 def test_a_random_model_with_tied_embeddings_prefers_its_own_input(tmp_path: Path) -> None:
     tiny.save_model(tmp_path / "tied", "gpt2", seed=0)
     assert judged(tmp_path / "tied", text_batch())[1] in ("one_back", "noise")
+
+
+def test_a_model_that_repeats_its_input_is_not_refused_on_text_that_goes_to_and_fro() -> None:
+    """It finds the token after the target where that is its input again, and finds its input more often."""
+    batch = batch_of(torch.tensor([[3, 5, 3, 6, 3, 1, 4, 1] * 4, [7, 2, 7, 2, 0, 4, 6, 4] * 4]))
+    table = 4.0 * torch.eye(8)
+    losses = shifted_losses(table[batch.input_ids].reshape(-1, 8)[batch.positions], HeadWeights(table), batch)
+    found, doubt = judge_alignment(losses)
+    assert found["one_back"] < found["one_ahead"] < found["as_given"] and doubt == "one_back"
 
 
 def test_too_few_positions_say_nothing() -> None:

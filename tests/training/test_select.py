@@ -16,7 +16,8 @@ from refusals import refused
 from stillroom import load_config
 from stillroom.core.errors import BrokenAtStart, ConfigError, DataError, Interrupted, NoBetterStudent
 from stillroom.metrics.metrics import Ledger
-from stillroom.training import loop
+from stillroom.training import distill as loading
+from stillroom.training import loop, select
 from stillroom.training.distill import distill, resume
 from stillroom.training.evaluate import Evaluation
 from stillroom.training.finish import DIVERGED, DONE, Result, how_it_ended
@@ -250,6 +251,37 @@ def test_own_kl_needs_a_teacher(world: Path, tmp_path: Path) -> None:
     with refused(BrokenAtStart, "eval.select", "own_kl"):
         plain = {"objectives__kd__weight": 0.0, "objectives__ce__weight": 1.0}
         run(world, tmp_path / "run", data, eval__select="own_kl", **plain)
+
+
+def test_benchmarks_that_cannot_be_run_are_refused_before_a_model_is_loaded(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "load_models", lambda *_args, **_options: pytest.fail("a model was loaded"))
+    with refused(ConfigError, "eval.tasks", "gone.yaml"):
+        run(world, tmp_path / "run", eval__prompts=0, eval__select="tasks", eval__tasks=[str(tmp_path / "gone.yaml")])
+
+
+def test_the_best_student_has_the_best_mean_of_its_benchmarks(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before training, after steps 2, 4 and 6. Of the figures of a task `acc_norm` counts, and none that is a loss."""
+    scores = iter([(0.2, 0.4), (0.9, 0.1), (0.6, 0.8), (0.5, 0.5)])
+
+    class Scripted:
+        def run(self, _network: Any, _tokenizer: Any, *, batch_size: int) -> dict[str, Any]:
+            torch.manual_seed(1)  # as lm-eval does
+            better = {"loss": False, "acc": True, "acc_norm": True}
+            return {
+                name: {"loss": 9.0, "acc": 0.0, "acc_norm": score, "samples": 50, "higher_is_better": better}
+                for name, score in zip(("one", "other"), next(scores), strict=True)
+            }
+
+    monkeypatch.setattr(select, "benchmarks", lambda _names: Scripted())
+    monkeypatch.setattr(loading, "benchmarks", lambda _names: None)
+    more = {"eval__prompts": 0, "train__eval_steps": 2, "eval__select": "tasks", "eval__tasks": ["one", "other"]}
+    done = run(world, tmp_path / "run", **more)
+    assert [one["selected"] for one in events(done.folder, "eval")] == pytest.approx([0.3, 0.5, 0.7, 0.5])
+    assert done.summary["best_step"] == 4 and done.summary["student"]["selected"] == pytest.approx(0.7)
 
 
 def test_benchmarks_choose_and_leave_the_random_state_as_it_was(world: Path, tmp_path: Path) -> None:

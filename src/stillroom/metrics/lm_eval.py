@@ -26,13 +26,14 @@ class Tasks:
 
     names: tuple[str, ...]
     manager: Any
+    where: str = "--tasks"  # the setting that named them
 
     def run(self, network: Any, tokenizer: Any, *, batch_size: int) -> dict[str, dict[str, Any]]:
         """The figures of each task by name, with `samples`, `intervals` and which figures are better when higher."""
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
 
-        with _quiet(), _explained(self.names):
+        with _quiet(), _explained(self.names, self.where):
             model = HFLM(pretrained=network, tokenizer=tokenizer, batch_size=batch_size)
             found = simple_evaluate(
                 model=model,
@@ -64,10 +65,10 @@ def open_tasks(names: Sequence[str], *, where: str = "--tasks") -> Tasks | None:
             raise ConfigError(f"{name} is not there", where=where, advice=["name a benchmark, or a task's YAML file"])
     from lm_eval.tasks import TaskManager
 
-    with _quiet(), _explained(names):
+    with _quiet(), _explained(names, where):
         manager = TaskManager(include_defaults=len(files) < len(names))  # its own index takes seconds
         manager.load(list(names))
-    return Tasks(tuple(names), manager)
+    return Tasks(tuple(names), manager, where)
 
 
 def figures_of(values: Mapping[str, Any], better: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,7 +95,7 @@ def figures_of(values: Mapping[str, Any], better: Mapping[str, Any]) -> dict[str
 
 
 @contextmanager
-def _explained(names: Sequence[str]) -> Iterator[None]:
+def _explained(names: Sequence[str], where: str) -> Iterator[None]:
     """Report what a benchmark's loader or scorer raises as an error of that benchmark."""
     try:
         yield
@@ -102,7 +103,7 @@ def _explained(names: Sequence[str]) -> Iterator[None]:
         reason = " ".join(str(error).split())[:300].strip("\"'")
         raise ConfigError(
             f"lm-eval cannot run {', '.join(names)}: {reason or type(error).__name__}",
-            where="--tasks",
+            where=where,
             advice=[
                 "its data must be in the cache of datasets, or the network be there",
                 "lm-eval ls tasks lists names",

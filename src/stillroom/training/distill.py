@@ -43,6 +43,7 @@ from stillroom.training.recover import state_to_return_to
 from stillroom.training.run import Run, RunState, restore, restore_history, why_unusable, why_unusable_mark
 from stillroom.training.run_folder import NONE, Claim, Inputs, Trust, opened
 from stillroom.training.save import save_checkpoint
+from stillroom.training.select import benchmarks
 from stillroom.training.step import StepOutcome
 from stillroom.training.student import start_note
 
@@ -323,6 +324,7 @@ def _run(
     saved, mark = newest_state(folder, config, parallel) if claim.is_resumed else (None, None)
     check, stages = InputCheck(saved, accepts, parallel), Stages(Listening(listeners if parallel.is_first else ()))
     with stop.while_loading():
+        benchmarks(config.eval.tasks)
         with stages.stage("checking the models' files"):
             check.models(config)
         dated = config.on_day(config.data.day or _day(claim, parallel))

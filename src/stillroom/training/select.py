@@ -111,12 +111,13 @@ def _value(select: str, result: Evaluation) -> float | None:
 
 
 @lru_cache(maxsize=1)
-def _opened(names: tuple[str, ...]) -> Tasks | None:
+def benchmarks(names: tuple[str, ...]) -> Tasks | None:
+    """Load the benchmarks of `eval.tasks`, once in a process: before models are loaded, for what cannot be run."""
     return open_tasks(names, where="eval.tasks")
 
 
 def _run_tasks(run: Run) -> dict[str, Any]:
-    tasks = _opened(run.config.eval.tasks)
+    tasks = benchmarks(run.config.eval.tasks)
     assert tasks is not None
     was_training = run.student.model.training
     with _same_random_state():

@@ -108,6 +108,32 @@ def test_a_run_trains_with_a_teacher_on_a_server(
     assert "is not loaded" in told and "fit the text best" in told and "KL is a lower bound" in told
 
 
+def test_rollouts_are_answered_by_a_server_as_by_the_same_teacher_here(
+    small: Path, without_weights: Path, tmp_path: Path
+) -> None:
+    """Rows of rounds are sent when they are written, not ahead; a run that a dead server ended is continued."""
+    own = {"rollouts__share": 0.5, "rollouts__every": 2, "rollouts__max_new_tokens": 6, "rollouts__prompt_tokens": 4}
+    own |= {"train__gradient_accumulation_steps": 2, "train__batch_size": 2, "train__save_steps": 2}
+    distill(config(small, **own), tmp_path / "here", device="cpu")
+    with serving(small / "teacher") as served:
+        there = served_config(without_weights, served, **own)
+
+        def die(event: Any) -> None:
+            if event["event"] == "rollouts" and event["round"] == 1:
+                served.faults = ["500"] * 1000
+
+        with pytest.raises(ServerGone) as caught:
+            distill(there, tmp_path / "there", device="cpu", listeners=(die,))
+        assert caught.value.exit_code == 75
+        served.faults = []
+        distill(there, tmp_path / "there", device="cpu")
+    assert losses(tmp_path / "there") == pytest.approx(losses(tmp_path / "here"), rel=2e-3)
+    steps = [event for event in read_events(tmp_path / "there" / "events.jsonl") if event["event"] == "step"]
+    assert all(set(step["sources"]["rollouts"]) == {"targets", "kd"} for step in steps)
+    first = (tmp_path / name / "rollouts" / "round-000000" / "piece-000000.safetensors" for name in ("here", "there"))
+    assert len({path.read_bytes() for path in first}) == 1, "the same student wrote it"
+
+
 def test_an_automatic_cache_is_written_from_the_server_and_then_read_without_it(
     without_weights: Path, small: Path, tmp_path: Path
 ) -> None:
