@@ -95,8 +95,8 @@ def _is_short(query: Tensor, key: Tensor, dropout: float) -> bool:
 class _ShortAttention(torch.autograd.Function):
     """Causal attention from BF16: scores and softmax in FP32, probabilities and their products in BF16.
 
-    The backward of torch's fused kernel takes three times as long as this one on a CPU with BF16 units
-    (benchmarks/training/attention.py), and is no more exact.
+    With its backward torch's fused kernel takes up to twice as long on a CPU with BF16 units, and is no more exact
+    (benchmarks/training/cpu_parts.py).
     """
 
     @staticmethod
@@ -117,7 +117,7 @@ class _ShortAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         query, key, value, *kept = ctx.saved_tensors
         to_query, to_key, to_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
@@ -222,7 +222,7 @@ class _TwoUses(torch.autograd.Function):
         return weight.detach(), weight.detach()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, embedding: Tensor | None, head: Tensor | None) -> Tensor | None:
         if embedding is None:
             return head
@@ -239,15 +239,15 @@ class _Rows(torch.autograd.Function):
         return F.embedding(ids, weight)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
         (ids,) = ctx.saved_tensors
         rows, places = ids.unique(return_inverse=True)
         values = torch.ops.aten.embedding_dense_backward(upstream, places, len(rows), -1, False)
         if ctx.padding is not None:
             values[rows == ctx.padding] = 0.0
-        options = {"is_coalesced": True, "check_invariants": False}
-        return torch.sparse_coo_tensor(rows[None], values, ctx.shape, **options), None, None
+        shape = ctx.shape
+        return torch.sparse_coo_tensor(rows[None], values, shape, check_invariants=False, is_coalesced=True), None, None
 
 
 class TiedEmbedding:

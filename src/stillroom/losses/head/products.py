@@ -62,8 +62,7 @@ class BufferPool:
         block = self._take(num_bytes)
         lent = block[:num_bytes]  # a separate object: torch holds it for as long as it holds the memory
         weakref.finalize(lent, self._put, block).atexit = False
-        # No view of another tensor: autograd adds in place only to a tensor that shares its memory with none.
-        return torch.empty(0, dtype=dtype).set_(torch.from_numpy(lent).untyped_storage(), 0, shape)
+        return torch.from_numpy(lent).view(dtype).view(shape)
 
     @property
     def num_bytes(self) -> int:
