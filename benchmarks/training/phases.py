@@ -5,8 +5,9 @@
 MODEL is a model of 135M parameters (SmolLM2-135M, a folder or a GGUF file). The student is its half: 15 of the 30
 layers, chosen by influence. A step reads 4 rows of 256 tokens. Kinds of runs: `fixed` evaluates 4 such batches each
 time, `budgeted` leaves them to the run's own budget, `dry run` is the dry run of it, `random` is the pair 360M -> 135M
-with random weights of these shapes. Every run is a process of one thread; CPU seconds are those of the whole process,
-and each second counts for the innermost phase that is running. Writes results/phases.json.
+with random weights of these shapes; these are in FP32. `auto` and `dry run, auto` leave the precision to the machine.
+Every run is a process of one thread; CPU seconds are those of the whole process, and each second counts for the
+innermost phase that is running. Writes results/phases.json.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ print("MARK" + json.dumps({"exit_code": code, "cpu_seconds": spent, "before_firs
                            "peak_gb_by_phase": {key: value * 1024 / 1e9 for key, value in peaks.items()}}))
 """.replace("MARK", _MARK)
 
+KINDS = ("fixed", "budgeted", "random", "dry run", "auto", "dry run, auto")
 PAIRS = {  # layers, width, feed-forward, heads, key heads: SmolLM2-360M's and SmolLM2-135M's
     "360M": (32, 960, 2560, 15, 5),
     "135M": (30, 576, 1536, 9, 3),
@@ -106,9 +108,9 @@ PAIRS = {  # layers, width, feed-forward, heads, key heads: SmolLM2-360M's and S
 
 def settings(model: str, folder: Path, kind: str) -> list[str]:
     """The command of a run; `kind` says which."""
-    keys: dict[str, Any] = {
-        "train.batch_size": 4, "data.max_length": 256, "train.compile": "off", "precision.mode": "fp32",
-    }  # fmt: skip
+    keys: dict[str, Any] = {"train.batch_size": 4, "data.max_length": 256}
+    if "auto" not in kind:
+        keys |= {"train.compile": "off", "precision.mode": "fp32"}
     if kind == "random":
         keys |= {"teacher.model": str(folder / "360M"), "student.model": str(folder / "135M")}
     else:
@@ -117,7 +119,7 @@ def settings(model: str, folder: Path, kind: str) -> list[str]:
     if kind in ("fixed", "random"):
         keys["eval.max_batches"] = 4
     words = ["distill", "--preset", "base", "--data", "builtin:stdlib", "--device", "cpu", "--no-progress"]
-    words += ["--dry-run"] if kind == "dry run" else ["--max-steps", "6"]
+    words += ["--dry-run"] if kind.startswith("dry run") else ["--max-steps", "6"]
     for key, value in keys.items():
         words += ["--set", f"{key}={value}"]
     return words
@@ -169,7 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--tree", action="append", required=True, help="NAME=SRC, the source tree to measure")
-    parser.add_argument("--kind", action="append", choices=["fixed", "budgeted", "random", "dry run"])
+    parser.add_argument("--kind", action="append", choices=KINDS)
     wants = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         if "random" in (wants.kind or []):

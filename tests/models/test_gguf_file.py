@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,24 @@ def refused(path: Path, *words: str) -> BrokenAtStart:
     for word in words:
         assert word in str(caught.value), caught.value
     return caught.value
+
+
+def test_a_file_is_parsed_once_and_nothing_of_it_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = gguf_files.write(folder, folder.parent / "once.gguf")  # no other test has read it
+    readers: list[weakref.ref[Any]] = []
+    own, names = gguf.gguf_reader.GGUFReader, gguf.get_tensor_name_map
+
+    def counted(*given: Any) -> Any:
+        made = own(*given)
+        readers.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(gguf.gguf_reader, "GGUFReader", counted)
+    opened(path)
+    gc.collect()
+    assert len(readers) == 1, "configuration, tokenizer and weights"
+    assert readers[0]() is None
+    assert gguf.GGUFReader is own and gguf.get_tensor_name_map is names
 
 
 def test_a_file_has_the_logits_and_the_tokens_of_the_folder_it_was_made_from(folder: Path, file: Path) -> None:

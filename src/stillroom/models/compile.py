@@ -88,13 +88,13 @@ def compare(
         own = plain()
     apart = float(((answer - own).abs().max() / own.abs().max().clamp_min(1e-30)).detach())
     has_dropout = any(isinstance(one, nn.Dropout) and one.training and one.p > 0 for one in network.modules())
-    return apart, has_dropout or apart <= max(TOLERANCE.get(dtype, 1e-4) for dtype in (own.dtype, _product_dtype(own)))
+    return apart, has_dropout or apart <= max(TOLERANCE.get(dtype, 1e-4) for dtype in (own.dtype, product_dtype(own)))
 
 
-def _product_dtype(answer: Tensor) -> torch.dtype:
-    """The dtype of the products behind an answer: under autocast FP32 states come from half products."""
-    kind = answer.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else answer.dtype
+def product_dtype(states: Tensor) -> torch.dtype:
+    """The dtype of the products around a tensor: under autocast FP32 states come from half products."""
+    kind = states.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
 
 
 def _first_line(error: BaseException) -> str:

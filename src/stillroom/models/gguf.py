@@ -357,7 +357,7 @@ def gguf_config(path: Path) -> Any:
 @lru_cache(maxsize=4)
 def _config(path: Path, _size: int, _stamp: int) -> Any:
     try:
-        with _alone() as folder:
+        with _loader() as folder:
             config = AutoConfig.from_pretrained(folder, gguf_file=str(path.absolute()))
     except (ValueError, KeyError) as error:
         if "not supported yet" not in str(error):
@@ -378,7 +378,7 @@ def gguf_tokenizer(path: Path) -> Any:
     num_tokens = read_header(path).num_tokens
     if not num_tokens:
         raise BrokenAtStart(f"{path} holds no tokenizer", advice=["get a file that was converted with its tokenizer"])
-    with _alone() as folder:
+    with _loader() as folder:
         return _without_foreign(AutoTokenizer.from_pretrained(folder, gguf_file=str(path.absolute())), num_tokens)
 
 
@@ -402,10 +402,11 @@ def gguf_network(path: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any], l
     into a model of the same configuration that was never marked.
     """
     config = gguf_config(path)
-    with _alone() as folder, _without_bar():
+    with _loader() as folder:
         marked, report = AutoModelForCausalLM.from_pretrained(
             folder, gguf_file=str(path.absolute()), dtype=dtype, output_loading_info=True
         )
+    _reader.cache_clear()
     network = empty_network(config, dtype)
     network.load_state_dict(marked.state_dict(), assign=True)
     network.tie_weights()
@@ -477,21 +478,37 @@ def packed_network(path: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any],
 
 
 @contextmanager
-def _without_bar() -> Iterator[None]:
-    """The reader of GGUF draws a bar that the settings of transformers do not reach."""
-    reader: Any = modeling_gguf_pytorch_utils
-    bar, reader.tqdm = reader.tqdm, lambda tensors, **_options: tensors
+def _loader() -> Iterator[str]:
+    """An empty folder: a loader would also read what lies next to the file, which may be of another model.
+
+    Inside, transformers parses a file once and not for each of configuration, tokenizer and weights, makes the table of
+    names once and not for each module, and draws no bar, which its settings do not reach.
+    """
+    import gguf
+
+    library: Any = gguf
+    utils: Any = modeling_gguf_pytorch_utils
+    own = library.GGUFReader, library.get_tensor_name_map, utils.tqdm
+    library.GGUFReader, library.get_tensor_name_map = _reader_of, lru_cache(library.get_tensor_name_map)
+    utils.tqdm = lambda tensors, **_options: tensors
     try:
-        yield
+        with tempfile.TemporaryDirectory() as folder:
+            yield folder
     finally:
-        reader.tqdm = bar
+        library.GGUFReader, library.get_tensor_name_map, utils.tqdm = own
 
 
-@contextmanager
-def _alone() -> Iterator[str]:
-    """An empty folder: a loader would also read what lies next to the file, which may be of another model."""
-    with tempfile.TemporaryDirectory() as folder:
-        yield folder
+def _reader_of(path: str) -> Any:
+    stamp = Path(path).stat()
+    return _reader(path, stamp.st_size, stamp.st_mtime_ns)
+
+
+@lru_cache(maxsize=1)
+def _reader(path: str, _size: int, _stamp: int) -> Any:
+    """Kept until the weights are loaded: its lists of tokens take seconds to make, and hundreds of bytes each."""
+    from gguf.gguf_reader import GGUFReader
+
+    return GGUFReader(path)
 
 
 def _check(path: Path) -> None:

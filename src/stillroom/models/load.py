@@ -70,7 +70,7 @@ from stillroom.models.files import (
 from stillroom.models.gguf import gguf_config, gguf_network, gguf_tokenizer, packed_network, read_header
 from stillroom.models.shrink.width import config_of_layers
 from stillroom.models.student import NAME as CAUSAL_ATTENTION
-from stillroom.models.student import Student, attend_causally
+from stillroom.models.student import Student, attend_causally, tie
 
 # Masks, positions and rotary tables that older versions of transformers saved with the weights; the model computes
 # them. `attn.bias` is a mask: real biases of an attention carry the names of its projections.
@@ -95,10 +95,16 @@ class LoadedModel:
         """The network's head. Valid only if `is_described`."""
         return head_of(self.network)
 
-    def as_student(self, vocab_size: int | None = None, compiled: CompiledBody | None = None) -> Student:
-        """The network as a student, over its own vocabulary or `vocab_size` ids shared with another model."""
+    def as_student(
+        self, vocab_size: int | None = None, compiled: CompiledBody | None = None, *, ties: bool = False
+    ) -> Student:
+        """The network as a student, over its own vocabulary or `vocab_size` ids shared with another model.
+
+        `ties`: the gradients of a tied embedding and head are joined, where one process trains it.
+        """
         size = vocab_size or self.anatomy.vocab_rows
-        return Student(self.network, vocab_size=size, is_described=self.is_described, compiled=compiled)
+        tied = tie(self.network) if ties and self.is_described else None
+        return Student(self.network, vocab_size=size, is_described=self.is_described, compiled=compiled, tied=tied)
 
 
 def open_teacher(section: TeacherConfig, dtype: torch.dtype, tokenizer: Any = None) -> LoadedModel:

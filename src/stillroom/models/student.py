@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
@@ -19,7 +21,7 @@ from stillroom.core.errors import BrokenAtStart
 from stillroom.core.numerics import work_dtype
 from stillroom.core.types import Batch, HeadWeights, Needs, StudentView
 from stillroom.models.anatomy import anatomy_of, backbone, head_of, in_eval_mode, layers_if_any, layers_of
-from stillroom.models.compile import CompiledBody
+from stillroom.models.compile import CompiledBody, product_dtype
 
 # -- attention -------------------------------------------------------------------------------------
 # Causal attention without a mask, and without asking the device about one; open to view where a term asks for it.
@@ -51,6 +53,11 @@ def _attend(
     if attention_mask is None and key.shape[1] < query.shape[1] and needs_every_head(query.device):
         options.setdefault("is_causal", getattr(module, "is_causal", True))
         key, value, module = _every_head(key, query), _every_head(value, query), _NO_GROUPS
+    if attention_mask is None and _is_short(query, key, options.get("dropout", 0.0)):
+        scale = options.get("scaling") or query.shape[-1] ** -0.5
+        whole = (query, _every_head(key, query), _every_head(value, query))
+        states = _ShortAttention.apply(*(one.to(torch.bfloat16) for one in whole), scale)  # type: ignore[no-untyped-call]
+        return states.transpose(1, 2).contiguous(), None
     answer: tuple[Tensor, Tensor | None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     return answer
 
@@ -70,6 +77,59 @@ def _every_head(states: Tensor, query: Tensor) -> Tensor:
     """Keys or values once for each query head. [B, H_kv, L, D] -> [B, H, L, D]"""
     groups = query.shape[1] // states.shape[1]
     return states.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2)
+
+
+_SHORT = range(64, 513)  # lengths of rows whose probabilities are kept for the backward
+_LEAST_WIDTH = 512  # of all heads together: what a small model computes is the same on every machine
+_QUERIES = 128  # that are multiplied with the keys before them at a time: an eighth to half of the products is left out
+
+
+def _is_short(query: Tensor, key: Tensor, dropout: float) -> bool:
+    """Whether a CPU trains these rows in BF16 faster with the probabilities kept than with torch's fused kernel."""
+    if query.device.type != "cpu" or product_dtype(query) != torch.bfloat16 or not query.requires_grad or dropout:
+        return False
+    num_heads, length, width = query.shape[1:]
+    return length in _SHORT and key.shape[2] == length and num_heads * width >= _LEAST_WIDTH
+
+
+class _ShortAttention(torch.autograd.Function):
+    """Causal attention from BF16: scores and softmax in FP32, probabilities and their products in BF16.
+
+    With its backward torch's fused kernel takes up to twice as long on a CPU with BF16 units, and is no more exact
+    (benchmarks/training/cpu_parts.py).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        length, kept, output = query.shape[2], [], torch.empty_like(query)
+        with torch.autocast("cpu", enabled=False):
+            wide_query, wide_key = query.float().mul_(scale), key.float().transpose(-1, -2)
+            for start in range(0, length, _QUERIES):
+                stop = min(length, start + _QUERIES)
+                scores = wide_query[:, :, start:stop] @ wide_key[..., :stop]
+                is_later = torch.ones(stop - start, stop - start, dtype=torch.bool).triu_(1)
+                scores[..., start:].masked_fill_(is_later, float("-inf"))
+                probs = torch.softmax(scores, dim=-1).to(value.dtype)
+                output[:, :, start:stop] = probs @ value[:, :, :stop]
+                kept.append(probs)
+        ctx.save_for_backward(query, key, value, *kept)
+        ctx.scale = scale
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, key, value, *kept = ctx.saved_tensors
+        to_query, to_key, to_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        for number, probs in enumerate(kept):
+            start, stop = number * _QUERIES, probs.shape[-1]
+            here = upstream[:, :, start:stop]
+            slope = here @ value[:, :, :stop].transpose(-1, -2)
+            slope = torch._softmax_backward_data(slope, probs, -1, probs.dtype)
+            to_query[:, :, start:stop] = slope @ key[:, :, :stop]
+            to_key[:, :, :stop] += slope.transpose(-1, -2) @ query[:, :, start:stop]
+            to_value[:, :, :stop] += probs.transpose(-1, -2) @ here
+        return to_query.mul_(ctx.scale), to_key.mul_(ctx.scale), to_value, None
 
 
 def _attend_in_the_open(
@@ -141,6 +201,84 @@ def _is_plain(config: Any) -> bool:
         return False
     uses_window = getattr(config, "use_sliding_window", True)
     return not (uses_window and getattr(config, "sliding_window", None))
+
+
+# -- tied embedding --------------------------------------------------------------------------------
+# The gradient of a weight that is both embedding and head, without further [V, D] tensors.
+#
+# torch fills a [V, D] tensor with zeros for the few rows that a batch reads, and adds it to the head's gradient into a
+# third: each is new memory, which the system clears page by page. Here the embedding's gradient names its rows alone
+# and is added to the head's in place. A row is summed in the same order, so the result has the same bits.
+#
+# # V vocabulary, D width
+
+
+class _TwoUses(torch.autograd.Function):
+    """A weight for the embedding and for the head. The head's gradient belongs to this node alone: it is written to."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return weight.detach(), weight.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, embedding: Tensor | None, head: Tensor | None) -> Tensor | None:
+        if embedding is None:
+            return head
+        return embedding.to_dense() if head is None else head.add_(embedding)
+
+
+class _Rows(torch.autograd.Function):
+    """`functional.embedding` with a gradient that is sparse and has no row twice."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, padding: int | None) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.shape, ctx.padding = weight.shape, padding
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        (ids,) = ctx.saved_tensors
+        rows, places = ids.unique(return_inverse=True)
+        values = torch.ops.aten.embedding_dense_backward(upstream, places, len(rows), -1, False)
+        if ctx.padding is not None:
+            values[rows == ctx.padding] = 0.0
+        shape = ctx.shape
+        return torch.sparse_coo_tensor(rows[None], values, shape, check_invariants=False, is_coalesced=True), None, None
+
+
+class TiedEmbedding:
+    """The forward of a student's embedding, which keeps the head's use of the weight until that is asked for."""
+
+    def __init__(self, inputs: nn.Embedding) -> None:
+        self._inputs = inputs
+        self._for_head: Tensor | None = None
+        inputs.forward = self  # type: ignore[assignment]
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        inputs = self._inputs
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return F.embedding(ids, inputs.weight, inputs.padding_idx)
+        weight, self._for_head = _TwoUses.apply(inputs.weight)  # type: ignore[no-untyped-call]
+        return cast(Tensor, _Rows.apply(weight, ids, inputs.padding_idx))  # type: ignore[no-untyped-call]
+
+    def take(self) -> Tensor | None:
+        """The head's use of the weight in the last forward; None: it was not split since it was last taken."""
+        weight, self._for_head = self._for_head, None
+        return weight
+
+
+def tie(model: Any) -> TiedEmbedding | None:
+    """Join the gradients of an FP32 embedding and head on a CPU that are one weight; None: they are not."""
+    inputs, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if type(inputs) is not nn.Embedding or inputs.weight is not getattr(head, "weight", None):
+        return None
+    weight, is_plain = inputs.weight, inputs.max_norm is None and not inputs.scale_grad_by_freq and not inputs.sparse
+    is_served = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.requires_grad
+    return TiedEmbedding(inputs) if is_plain and is_served else None
 
 
 # -- packed ----------------------------------------------------------------------------------------
@@ -318,10 +456,16 @@ class Student:
     """A language model that returns hidden states at the scored positions."""
 
     def __init__(
-        self, model: Any, *, vocab_size: int, is_described: bool, compiled: CompiledBody | None = None
+        self,
+        model: Any,
+        *,
+        vocab_size: int,
+        is_described: bool,
+        compiled: CompiledBody | None = None,
+        tied: TiedEmbedding | None = None,
     ) -> None:
         self.model = model
-        self._compiled = compiled
+        self._compiled, self._tied = compiled, tied
         self.is_compiled = compiled is not None
         self.vocab_size = vocab_size
         self.is_described = is_described
@@ -332,11 +476,15 @@ class Student:
         return anatomy_of(self.model).num_parameters
 
     def observe(self, batch: Batch, needs: Needs) -> StudentView:
+        if self._tied is not None:
+            self._tied.take()  # of a forward that was made elsewhere
         with tapped(self._blocks, needs) as taps:
             # Evaluation, and layers that are looked at, use the body as it is.
             is_plain_training = self.model.training and torch.is_grad_enabled() and needs == Needs()
             compiled = self._compiled if is_plain_training and batch.segments is None else None
             hidden, head = last_hidden(self.model, batch, self.vocab_size, self.is_described, compiled)
+        if self._tied is not None and (weight := self._tied.take()) is not None:
+            head = replace(head, weight=weight)
         positions = batch.positions
         chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions)
         return StudentView(chosen, head, taps, positions, *sequences_of(batch))

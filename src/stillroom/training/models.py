@@ -387,8 +387,9 @@ def compiled_student(
         chosen = "off"
         if config.train.compile != "auto":
             tell("compile: off, because FP16 products are emulated on a CPU")
+    ties = parallel.size == 1
     if chosen == "off":
-        return models.loaded_student.as_student(models.vocab_size), None
+        return models.loaded_student.as_student(models.vocab_size, ties=ties), None
     _keep_compiled_code()
     bodies: list[CompiledBody | None] = []
     teacher = models.loaded_teacher if chosen == "both" else None
@@ -404,7 +405,7 @@ def compiled_student(
             loaded = None
         is_sharded = parallel.is_sharded and role == "student"
         bodies.append(None if loaded is None else _body(loaded.network, role, tell, is_sharded))
-    return models.loaded_student.as_student(models.vocab_size, bodies[0]), bodies[1]
+    return models.loaded_student.as_student(models.vocab_size, bodies[0], ties=ties), bodies[1]
 
 
 def _body(network: Any, role: str, tell: Callable[[str], object], is_sharded: bool) -> CompiledBody:
