@@ -15,25 +15,26 @@ CELLS = [
     (
         "markdown",
         """
-# Distil on one T4
+# Distil on a T4
 
-Choose a runtime with a GPU: Kaggle *Settings > Accelerator > GPU T4*, Colab *Runtime > Change runtime type*. With a GPU
-this notebook distils SmolLM2-360M-Instruct into SmolLM2-135M-Instruct on a part of TinyStories, which takes a network.
-Without a GPU the same cells run on the CPU in a minute, with the models and the text of the package. Put your own names
+Choose a runtime with a GPU: Kaggle *Settings > Accelerator > GPU T4 x2*, Colab *Runtime > Change runtime type*. With one
+or two GPUs this notebook distils SmolLM2-360M-Instruct into SmolLM2-135M-Instruct on a part of TinyStories, which takes a
+network. Without a GPU the same cells run on the CPU in a minute, with the models and the text of the package. Put your own names
 into the third code cell. The guide is `docs/guides/t4.md`.
 """,
     ),
     (
         "code",
         """
-# Install from a wheel that you uploaded next to this notebook or as a Kaggle dataset; `make dist` in a clone builds it.
+# Install from a wheel that you uploaded next to this notebook or as a Kaggle dataset (`make dist` in a clone builds
+# it), else from the repository.
 import glob
 import importlib.util
 
 if importlib.util.find_spec("stillroom") is None:
     wheels = glob.glob("stillroom-*.whl") + glob.glob("/kaggle/input/**/stillroom-*.whl", recursive=True)
-    assert wheels, "upload dist/stillroom-*.whl first"
-    !pip install --quiet {wheels[0]}
+    source = wheels[0] if wheels else "git+https://github.com/stillroom-ml/stillroom"
+    !pip install --quiet {source}
 !stillroom --version
 """,
     ),
@@ -43,12 +44,13 @@ if importlib.util.find_spec("stillroom") is None:
 # The GPU, and what it can do.
 import torch
 
-has_gpu = torch.cuda.is_available()
-if has_gpu:
-    gpu = torch.cuda.get_device_properties(0)
+has_gpu, num_gpus = torch.cuda.is_available(), torch.cuda.device_count()
+for number in range(num_gpus):
+    gpu = torch.cuda.get_device_properties(number)
     print(f"{gpu.name}, {gpu.total_memory / 1e9:.1f} GB, capability {gpu.major}.{gpu.minor}")
-else:
+if not has_gpu:
     print("no GPU: the models of the package, and small settings, on the CPU")
+!stillroom selftest --only kernels
 """,
     ),
     (
@@ -112,33 +114,34 @@ same cell again.
     (
         "code",
         """
-# Train, or continue where the folder holds an unfinished run.
+# Train, or continue where the folder holds an unfinished run. The square that stops a cell saves, too.
 import stillroom
-from stillroom.core.errors import Interrupted
 
-result = None  # stays so where the run stops in time: call this cell again in the next session
-try:
-    result = stillroom.distill(
-        stillroom.load_config("run.toml", overrides={"train.max_minutes": MINUTES}), out="runs/t4"
-    )
-except Interrupted as end:
-    print(end)
+if num_gpus > 1:  # one process for each
+    !torchrun --nproc-per-node {num_gpus} -m stillroom distill run.toml --max-minutes {MINUTES} --out runs/t4
+    result = stillroom.resume("runs/t4", progress=False) if Path("runs/t4/summary.json").exists() else None
 else:
-    print(result)
+    config = stillroom.load_config("run.toml", overrides={"train.max_minutes": MINUTES})
+    result = stillroom.distill(config, out="runs/t4")
+result
 """,
     ),
-    ("markdown", "The result: the report is one file that works offline; the table has teacher and student."),
+    (
+        "markdown",
+        "The result: the report is one file that works offline. A run that stopped in time has the status "
+        "`interrupted`: call the cell above again in the next session.",
+    ),
     (
         "code",
         """
 # Figures and findings.
-if result is None:
+if result is None or result.summary["status"] == "interrupted":
     print("the run is not finished: the report so far is runs/t4/report.html")
 else:
     for name in ("teacher", "student_before", "student"):
         row = result.summary[name]
         print(f"{name:>15}  perplexity {row['perplexity']:8.1f}  bits per byte {row['bits_per_byte']:.2f}")
-    print(result.report_path)
+    result.show_report()
 !stillroom diagnose runs/t4
 """,
     ),
@@ -148,6 +151,10 @@ else:
 # Let it write, and export it: a Hugging Face folder with a model card, read back and compared.
 !stillroom generate runs/t4 --prompt "Once upon a time" --max-new-tokens 24
 !stillroom export runs/t4 --out exported/t4
+
+PUSH_TO = ""  # "you/name" sends it to the Hugging Face Hub: put a token that may write into HF_TOKEN first
+if PUSH_TO:
+    !stillroom push runs/t4 --to {PUSH_TO} --private
 """,
     ),
     (

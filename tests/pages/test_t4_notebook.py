@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import commands
@@ -49,11 +50,16 @@ def test_every_cell_runs_on_a_cpu(
         shown.append(commands.output(capsys, *words[1:]))
 
     shown: list[str] = []
+    pages: list[dict[str, str]] = []
+    notebook = SimpleNamespace(display=lambda picture, *, raw: pages.append(picture))
+    monkeypatch.setitem(sys.modules, "IPython.display", notebook)  # IPython is no dependency
     names: dict[str, Any] = {"__name__": "notebook", "shell": shell}
     for cell in NOTEBOOK["cells"]:
         if cell["cell_type"] == "code":
             exec(compile(with_shell_lines("".join(cell["source"])), cell["id"], "exec"), names)
     assert names["has_gpu"] is False
+    (page,) = pages
+    assert "srcdoc=" in page["text/html"] and "<script" not in page["text/html"], "the page is escaped in its frame"
     summary = names["result"].summary
     assert summary["status"] == "done" and summary["steps"] == names["STEPS"]
     assert summary["student"]["perplexity"] < summary["student_before"]["perplexity"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import importlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -175,6 +176,13 @@ class Result:
         from stillroom.models.objects import reload
 
         return reload(self.student_path)
+
+    def show_report(self, height: int = 800) -> None:
+        """Show the report in a notebook, in a frame whose scripts cannot reach the notebook."""
+        page = html.escape(self.report_path.read_text(encoding="utf-8"), quote=True)
+        frame = f'<iframe sandbox="allow-scripts" srcdoc="{page}" style="width:100%;height:{height}px"></iframe>'
+        shown = {"text/html": frame, "text/plain": str(self.report_path)}
+        importlib.import_module("IPython.display").display(shown, raw=True)
 
     def __repr__(self) -> str:
         parts = [f"folder={str(self.folder)!r}", f"status={self.summary.get('status')!r}"]
