@@ -17,10 +17,10 @@ CELLS = [
         """
 # Distil on a T4
 
-Choose a runtime with a GPU: Kaggle *Settings > Accelerator > GPU T4 x2*, Colab *Runtime > Change runtime type*. With one
-or two GPUs this notebook distils SmolLM2-360M-Instruct into SmolLM2-135M-Instruct on a part of TinyStories, which takes a
-network. Without a GPU the same cells run on the CPU in a minute, with the models and the text of the package. Put your own names
-into the third code cell. The guide is `docs/guides/t4.md`.
+Choose a runtime with a GPU: Kaggle *Settings > Accelerator > GPU T4 x2*, Colab *Runtime > Change runtime type*. With
+one or two GPUs this notebook distils SmolLM2-360M-Instruct into SmolLM2-135M-Instruct on a part of TinyStories, which
+takes a network. Without a GPU the same cells run on the CPU in a minute, with the models and the text of the package.
+Put your own names into the third code cell. The guide is `docs/guides/t4.md`.
 """,
     ),
     (
