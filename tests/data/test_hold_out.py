@@ -72,7 +72,7 @@ def opened(path: Path, count: int, **over: Any) -> Any:
 def test_of_few_documents_more_are_held_out_and_the_log_says_so(tmp_path: Path) -> None:
     corpus = opened(tmp_path / "d.jsonl", 100)
     assert corpus.counters["eval_documents"] >= ENOUGH_HELD_OUT - 1  # equal lines fall together
-    assert any("as data.eval_share = 0.05 says: so few would not measure" in note for note in corpus.notes)
+    assert any("data.eval_share = 0.05 would be" in note for note in corpus.notes)
     assert not any("too few" in note for note in corpus.notes)
 
 

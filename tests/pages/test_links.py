@@ -43,3 +43,9 @@ def test_the_site_lists_every_page() -> None:
 
 def test_the_site_s_folder_has_links_alone() -> None:
     assert all(link.is_symlink() and link.exists() for link in (ROOT / "site").iterdir())
+
+
+def test_the_theme_s_scripts_are_part_of_the_site() -> None:
+    """Search, the dark scheme and the menu of a narrow page need them; exclude_docs holds for the theme's files too."""
+    excluded = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["exclude_docs"].split()
+    assert {"!*.js", "!*.css"} <= set(excluded) or "*" not in excluded

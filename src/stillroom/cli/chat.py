@@ -138,12 +138,13 @@ def generate(
     """
     if stream and as_json:
         raise ConfigError("--stream prints text and --json one object", advice=["leave one of them out"])
+    names = {"student": model} if against is None else {"student": model, "teacher": against}
+    _say_to_person(f"loading {' and '.join(names.values())} ...")
     from stillroom.models.generate import Sampling, open_writer
     from stillroom.precision.device import find_device
 
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     Sampling(temperature, top_p, seed)  # refuse before anything is loaded
-    names = {"student": model} if against is None else {"student": model, "teacher": against}
     where = find_device(device)
     writers = {role: open_writer(name, where, bos=wanted_bos(bos)) for role, name in names.items()}
     if stream:
@@ -217,14 +218,14 @@ def chat(
     /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends the chat. With --against the answers are in two
     columns on a terminal of 80 columns or more, else one below the other. In a pipe each line is a question.
     """
+    names = {"student": model} if against is None else {"student": model, "teacher": against}
+    _say_to_person(f"loading {' and '.join(names.values())} ...")
     from stillroom.models.generate import Conversation, Sampling, open_writer
     from stillroom.precision.device import find_device
 
     Sampling(temperature, top_p, seed)  # refuse before anything is loaded
-    names = {"student": model} if against is None else {"student": model, "teacher": against}
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     where = find_device(device)
-    _say_to_person(f"loading {' and '.join(names.values())} ...")
     talks = {role: Conversation(open_writer(name, where, bos=wanted_bos(bos)), system) for role, name in names.items()}
     for role, talk in talks.items():
         if not talk.is_templated:
@@ -238,6 +239,8 @@ def chat(
             _say_to_person("the conversation was cleared")
         elif question == "/help":
             echo(_HELP, err=True, keep_lines=True)
+        elif question.startswith("/") and question[1:].isalpha() and sys.stdin.isatty():
+            _say_to_person(f"{question} is not a command\n{_HELP}")
         else:
             try:
                 _answer(talks, question, options, as_json)

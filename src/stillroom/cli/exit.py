@@ -112,6 +112,7 @@ def set_allocator() -> None:
 # transformers imports torchao where it is installed, and both print about GPUs and Python versions that are not ours.
 _NOISY_WHEN_IMPORTED = ("torchao", "torch.utils._pytree")
 _STOPPED_AT_ONCE = 130  # Ctrl-C outside of training, and a second one within it
+_TRAINING = ("distill", "resume", "quantise")
 _NOBODY_READS = 141  # as a shell reports a command whose output was closed
 
 
@@ -150,7 +151,8 @@ def run_to_its_end(command: Callable[[], int | None], words: Sequence[str]) -> i
     except BaseException as error:  # noqa: BLE001 - the outermost handler, also of panics in Rust: no traceback is shown
         code = _print_error(_usage_error(error) or fault_of(error, None), words)
     if code == _STOPPED_AT_ONCE:
-        _say("stopped at once; `stillroom resume RUN` continues a run that had saved a checkpoint")
+        trains = bool(words) and words[0] in _TRAINING
+        _say("stopped" + ("; `stillroom resume RUN` continues a run that had saved a checkpoint" if trains else ""))
     _abandon_closed_pipes()
     return code or 0
 

@@ -145,7 +145,7 @@ def _own_presets() -> list[str]:
 @app.command(short_help="Write the HTML report of one or several runs.")
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="folder or address of a run; several share one page")
+        list[Path], typer.Argument(metavar="RUN", help="folder or address of a run; several share one page")
     ],
     out: Annotated[
         Path | None,

@@ -18,12 +18,17 @@ _ROWS = {"teacher": "original", "student_before": "rounded", "student": "trained
 
 @app.command(short_help="Distil a model into its own quantised GGUF file.")
 def quantise(
-    model: Annotated[str, typer.Argument(help="folder of a model or a run, hub id, or GGUF file")],
-    data: Annotated[str, typer.Option(help="file, glob, hf:NAME, or builtin:stdlib: text like that it is used on")],
-    out: Annotated[Path, typer.Option(help="folder of the run; an unfinished one is resumed; the file goes to gguf/")],
-    to: Annotated[str, typer.Option(help=f"format of the file: {', '.join(_TO)}")] = "q4_0",
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="folder of a model or a run, hub id, or GGUF file")],
+    data: Annotated[
+        str, typer.Option(metavar="DATA", help="text of the kind the model is for: file, glob, hf:NAME, builtin:stdlib")
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(metavar="DIR", help="folder of the run, with the file in gguf/; an unfinished run is resumed"),
+    ],
+    to: Annotated[str, typer.Option(metavar="TYPE", help=f"format of the file: {', '.join(_TO)}")] = "q4_0",
     eval_data: EvalData = None,
-    steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = 200,
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="optimizer steps")] = 200,
     device: Device = "auto",
     set_: Assignments = None,
     as_json: AsJson = False,

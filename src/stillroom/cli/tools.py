@@ -241,10 +241,13 @@ class _Progress:
 def bench(
     device: Device = "auto",
     part: Annotated[
-        list[str] | None, typer.Option(help="facts, constants, kernels, step or distillation; repeatable; else all")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="facts, constants, kernels, step or distillation; repeatable; else all"),
     ] = None,
-    minutes: Annotated[float, typer.Option(min=0.1, help="all parts together take no longer")] = 10.0,
-    out: Annotated[Path | None, typer.Option(help="write the result here as JSON, after every part")] = None,
+    minutes: Annotated[float, typer.Option(min=0.1, metavar="N", help="limit on all parts together")] = 10.0,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="JSON file for the result, written after every part")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure this machine: its rates, the head by every kernel, a step by phase, and a minute of distillation.
@@ -492,13 +495,17 @@ class _Teller:
 @app.command(short_help="Let a model or a server write training data.")
 def write(
     config: ConfigFile = None,
-    out: Annotated[Path | None, typer.Option(help="FILE.jsonl; one that is begun is continued")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="file to write, .jsonl; an unfinished one is continued")
+    ] = None,
     preset: Preset = None,
     teacher: TeacherModel = None,
     data: TrainData = None,
     device: Device = "auto",
-    max_minutes: Annotated[float, typer.Option(help="stop after N minutes, exit code 75; 0: no limit")] = 0.0,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="any setting, e.g. write.samples=4")] = None,
+    max_minutes: Annotated[
+        float, typer.Option(metavar="N", help="stop after N minutes with exit code 75; 0: no limit")
+    ] = 0.0,
+    set_: Assignments = None,
     as_json: AsJson = False,
 ) -> None:
     """Let the teacher, a model or a server, answer prompts; [write] says which, how often and what is kept.

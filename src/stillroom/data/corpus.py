@@ -280,7 +280,7 @@ class SpecReader:
         is_few = num_distinct(groups[is_held], ENOUGH_HELD_OUT + 1) <= ENOUGH_HELD_OUT  # else none was added
         num_asked = int(held_out(groups, share, spec).sum()) if is_few else num_held
         is_raised = num_held > num_asked
-        why = f", not {num_asked:,} as data.eval_share = {share:g} says: so few would not measure" if is_raised else ""
+        why = f"; data.eval_share = {share:g} would be {num_asked:,}, too few to measure" if is_raised else ""
         self.tally.note(f"{num_held:,} of {len(documents):,} records of {spec} are held out by content hash{why}")
         return documents.take(~is_held), documents.take(is_held)
 

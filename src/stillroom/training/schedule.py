@@ -258,8 +258,8 @@ def plan_budget(
         said.append(f"{samples:,} samples of {length:,} tokens")
     share = work.allowed / max(work.steps, 1.0)
     note = "; ".join(said) and (
-        f"{'; '.join(said)}: what is done next to the steps is planned to take {share:.0%} of their work. "
-        "`stillroom eval RUN` reads all held-out data; eval.max_batches, train.eval_steps and eval.samples set it"
+        f"{'; '.join(said)}: evaluations and samples may take {share:.0%} of the work of the steps. To change it set "
+        "eval.max_batches, train.eval_steps or eval.samples; `stillroom eval RUN` reads all held-out data"
     )
     is_all = chosen >= work.num_batches
     return Budget(0 if is_all else chosen, every, samples, length, note)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from stillroom.config.schema import ShrinkConfig
 from stillroom.core.errors import BrokenAtStart, ConfigError
-from stillroom.core.types import Batch
+from stillroom.core.types import Batch, Detail
 from stillroom.models.anatomy import anatomy_of, in_eval_mode, layers_of
 from stillroom.models.load import not_finite_advice
 from stillroom.models.shrink.layer_choice import (
@@ -201,7 +201,7 @@ class Cut:
     def notes(self) -> tuple[str, ...]:
         if self.choice.method in ("all", "given"):
             return (self.summary, *self.choice.why)
-        return (self.summary, *(f"layers kept by {self.choice.method}: {text}" for text in self.choice.why))
+        return (self.summary, *(Detail(f"layers kept by {self.choice.method}: {text}") for text in self.choice.why))
 
 
 def cut(
