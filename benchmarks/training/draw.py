@@ -95,7 +95,8 @@ def cached_target_table(result: dict[str, Any]) -> list[str]:
 def real_step_table(result: dict[str, Any]) -> list[str]:
     mode = f" in {result['mode'].upper()}" if "mode" in result else ""
     lines = ["", f"## A step at a real size{mode}, {result['threads']} threads", "", *_where(result)]
-    lines += [f"{result['size']}, {result['rounds']} rounds, taking turns; medians.", ""]
+    order = "taking turns" if result.get("interleaved", True) else "one after the other, not in turns"
+    lines += [f"{result['size']}, {result['rounds']} rounds, {order}; medians.", ""]
     lines += [
         "| loop | wall s | x products | speed against trl | CPU s | x products | speed against trl | parts, wall s |",
         "|---|---|---|---|---|---|---|---|",
