@@ -156,7 +156,8 @@ for kernel in one.kernels:
         products[kernel.dtype] = products.get(kernel.dtype, 0) + kernel.flops
 print(json.dumps({{"reads": one.host_reads, "products": products, "peak": one.peak_bytes, "rest": one.resting_bytes,
                   "trained": problem.student.num_parameters, "taught": problem.teacher.num_parameters,
-                  "phases": sorted({{kernel.phase for kernel in one.kernels}}), "less": ours.peak_bytes - one.peak_bytes,
+                  "phases": sorted({{kernel.phase for kernel in one.kernels}}),
+                  "less": ours.peak_bytes - one.peak_bytes,
                   "rows": [(kernel.bytes_read / 64 / 49152, kernel.bytes_written / 64 / 49152) for kernel in rows],
                   "adds": [kernel.shape for kernel in one.kernels if kernel.name == "addmm" and kernel.phase == "head"],
                   "large": [kernel.name for kernel in one.kernels if kernel.phase == "head" and not kernel.is_product
@@ -179,9 +180,8 @@ def test_a_recorded_step_reads_once_and_holds_what_it_must() -> None:
     assert found["peak"] > found["rest"] + 2 * found["trained"]
     assert {"teacher", "student forward", "head", "student backward", "optimizer"} <= set(found["phases"])
     # One launch of the row kernel, nothing else as large as the logits, and powers of two are cuBLAS's alpha.
-    assert found["rows"] == [[pytest.approx(8, rel=0.02), pytest.approx(2, rel=0.02)]] and found["large"] == [
-        "row kernel"
-    ]
+    assert found["rows"] == [[pytest.approx(8, rel=0.02), pytest.approx(2, rel=0.02)]]
+    assert found["large"] == ["row kernel"]
     assert found["adds"] == [[64, 64], [49152, 64]]
     assert found["less"] > 0.99 * 2 * 64 * 49_152, "the half gradient is written over the logits"
 

@@ -6,8 +6,8 @@ sustains about 24 of 65 TFLOP/s in large products under its limit of 70 W (NVIDI
 80 % of a bandwidth is what copies usually reach. For other GPUs half of the peak is assumed.
 
 Memory is what torch shows as `total_memory`, less than what the data sheet says. The T4's 14.56 of 16 GiB is the lowest
-figure in users' reports: its ECC takes a sixteenth, and the driver the rest. Of the other GPUs nothing was read: the same
-share of their data sheet is assumed. It promises too little where ECC takes nothing of it, as in HBM.
+figure in users' reports: its ECC takes a sixteenth, and the driver the rest. Of the other GPUs nothing was read: the
+same share of their data sheet is assumed. It promises too little where ECC takes nothing of it, as in HBM.
 """
 
 from __future__ import annotations
