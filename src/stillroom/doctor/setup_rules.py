@@ -455,8 +455,8 @@ def tried(setup: Setup) -> Iterator[Finding]:
     models: Models = setup.part("models")
     guard = setup.config.guard
     if models.source.is_student:
-        what = {"self": "the student without its adapter", "ema": "an average of the student's weights"}
-        yield green(f"teacher: {what[setup.config.teacher.model]}, no other model is loaded")
+        kinds = {"self": "the student without its adapter", "ema": "an average of the student's weights"}
+        yield green(f"teacher: {kinds[setup.config.teacher.model]}, no other model is loaded")
     for role, loaded in (("teacher", models.loaded_teacher), ("student", models.loaded_student)):
         if loaded is None:
             continue
