@@ -70,7 +70,7 @@ else:
     data = "train_share = 0.01\\nmax_length = 64"
     train = "batch_size = 8\\nlearning_rate = 4e-3"
     evaluation = "max_batches = 2\\nsamples = 1\\nsample_tokens = 8"
-Path("run.toml").write_text(f\"\"\"
+_ = Path("run.toml").write_text(f\"\"\"
 preset = "base"
 [teacher]
 model = "{TEACHER}"
@@ -91,8 +91,8 @@ max_steps = {STEPS}
     ("code", "# Memory by part, and what makes it fit.\n!stillroom plan run.toml --gpu T4 --quick"),
     (
         "markdown",
-        "Measure the GPU: what it reaches, and how far the package's predictions are off. The block that it prints "
-        "belongs into an issue: no GPU was available when they were written.",
+        "Measure the GPU: what it reaches, and how far the package's predictions are off. They were made without a GPU: "
+        "please paste the block that this prints into an issue.",
     ),
     (
         "code",

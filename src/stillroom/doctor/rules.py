@@ -629,6 +629,7 @@ def leaking_data(settings: Settings) -> Finding | None:
 
 KNOWS_NOTHING = 0.5  # of the vocabulary's size, which is the perplexity of a guess
 LEAST_TRAVEL = 1.0  # in standard deviations of the weights
+SCRATCH_RATE = 1e-3  # the least that a small student from scratch needs
 SAME_KL = 1e-5  # nats; the same weights in half precision are below it
 
 
@@ -657,12 +658,13 @@ def stands_still(start: Start) -> Finding | None:
     if travel >= LEAST_TRAVEL * spread:
         return None
     steps = f"{start.num_steps:,} steps at learning rate {format_lr(start.learning_rate)}"
+    higher = ", at a rate of 1e-3 to 1e-2 as small students from scratch need (--set train.learning_rate=...)"
+    rate = higher if start.learning_rate < SCRATCH_RATE else ""
     return found(
         "warning",
-        f"the student knows nothing yet, and {steps} move a weight by at most about {travel:.2g}, while its "
-        f"weights scatter by {spread:.2g}: it will hardly learn",
-        "a small student from scratch wants 1e-3 to 1e-2 (--set train.learning_rate=...), more steps, or pretrained "
-        "weights",
+        f"the student knows nothing yet, and {steps} move a weight by at most about {travel:.2g}; a typical weight is "
+        f"{spread:.2g}: it will hardly learn",
+        f"train for more steps{rate}, or begin with pretrained weights",
     )
 
 

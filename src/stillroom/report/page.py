@@ -367,7 +367,7 @@ def advice(run: RunRecord) -> list[dict[str, str]]:
             steps = [format_count(number) for number in numbers if number is not None]
             more = ", ..." if len(items(value, "steps")) > MAX_ADVICE_STEPS else ""
             entry = {
-                "cause": clean(value.get("cause") or ""),
+                "cause": clean(value.get("cause") or "").replace("_", " "),
                 "advice": clean(value.get("advice") or ""),
                 "steps": f"Steps {', '.join(steps)}{more}." if steps else "",
                 "evidence": clip(value.get("evidence") or "", 400),
