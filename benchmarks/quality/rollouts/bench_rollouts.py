@@ -4,7 +4,7 @@ python benchmarks/quality/rollouts/bench_rollouts.py [run | select | draw]
 
 Each arm tries its learning rates on its first seed, keeps the best by greedy answers to dev prompts, and runs the other
 seeds with it. An arm has as many steps as fit into the CPU seconds of the reference (rounds of 16 with forward KL), by
-the cost of a step measured in short trials of both in turn. The last student counts, not the best. A run that is in the
+the cost of a step measured in short trials of both in turn; what was spent is in the table. The last student counts, not the best. A run that is in the
 results is not repeated. `select` follows some runs and tells which student each `eval.select` would have kept.
 """
 
@@ -44,6 +44,8 @@ CACHE, RESULTS = HERE / ".cache", HERE / "results"
 TEACHER, STUDENT = (96, 4), (48, 3)  # width, layers
 TEACHER_STEPS, TEACHER_ROWS = 900, 8000
 STEPS, TRIAL_STEPS, ROWS, LENGTH = 240, 32, 16, 48
+# A trial sees the long answers of a student that has learned nothing; over a run the same CPU seconds are more steps.
+ROUND_STEPS = 312
 RATES = (4e-3, 8e-3)
 SAMPLES = 16  # texts a prompt that a teacher draws, and that missteps make; on many prompts one
 LEADERS, LEADER_SEEDS = 2, tuple(range(8))  # arms that are run with more seeds
@@ -358,9 +360,10 @@ def cost(setting: Setting, arm: str) -> dict[str, float]:
 
 def steps_of(book: Book, name: str, arm: str) -> int:
     if arm == REFERENCE:
-        return STEPS
+        return ROUND_STEPS
     found = book.fact(f"cost: {name}: {arm}", lambda: cost(SETTINGS[name], arm))
-    return max(TRIAL_STEPS, round((STEPS * found["reference"] - found["before"]) / found["step"]))
+    steps = ROUND_STEPS if "rollouts.batch_size" in ARMS[arm][1] else STEPS
+    return max(TRIAL_STEPS, round((steps * found["reference"] - found["before"]) / found["step"]))
 
 
 def tune(book: Book, name: str, arm: str, seeds: tuple[int, ...] = books.SEEDS) -> None:
