@@ -91,8 +91,8 @@ max_steps = {STEPS}
     ("code", "# Memory by part, and what makes it fit.\n!stillroom plan run.toml --gpu T4 --quick"),
     (
         "markdown",
-        "Measure the GPU: what it reaches, and how far the package's predictions are off. They were made without a GPU: "
-        "please paste the block that this prints into an issue.",
+        "Measure the GPU: what it reaches, and how far the package's predictions are off. They were made without a "
+        "GPU: please paste the block that this prints into an issue.",
     ),
     (
         "code",
