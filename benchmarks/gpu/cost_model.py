@@ -45,6 +45,7 @@ RESULTS = Path(__file__).with_name("results")
 PREDICTIONS = Path(__file__).parents[2] / "src" / "stillroom" / "bench" / "predictions.json"
 BODIES = ("teacher", "student forward", "student backward")
 OURS, OURS_PLAIN, OURS_COMPILED = "stillroom", "stillroom, rows not fused", "stillroom, bodies compiled"
+OURS_MIXED = "stillroom, fp16-mixed"
 EAGER, EAGER_SMALL, EAGER_MIXED = "row kernel", "row kernel, chunks of 512", "row kernel, fp16-mixed"
 COMPILED, COMPILED_SMALL, COMPILED_MIXED = (f"{name}, bodies compiled" for name in (EAGER, EAGER_SMALL, EAGER_MIXED))
 TRL, TRL_JSD, NAIVE = "trl GKD, forward KL", "trl GKD as it comes (JSD)", "naive loop"
@@ -58,6 +59,7 @@ def _ours(**over: Any) -> Make:
 CONTENDERS: dict[str, Make] = {
     OURS: streams.stillroom,
     OURS_PLAIN: _ours(**{"objectives.kernel": "plain"}),
+    OURS_MIXED: _ours(**{"precision.mode": "fp16-mixed"}),
     EAGER: _ours(has_triton=True),
     EAGER_SMALL: _ours(has_triton=True, **{"objectives.chunk_tokens": 512}),
     EAGER_MIXED: _ours(has_triton=True, **{"precision.mode": "fp16-mixed"}),
@@ -145,7 +147,8 @@ def streams_of(found: dict[str, Recorded], problem: Problem, card: Card) -> dict
     """Every contender: as recorded, compiled by the model of a compiler, and with the kernels of the design."""
     held = {name: (one.kernels, one) for name, one in found.items()}
     ours, trained = found[OURS], problem.student.num_parameters
-    held[OURS] = (_as_head(compiled(ours.kernels, (streams.ROWS,))), ours)
+    for name in {OURS, OURS_MIXED} & set(found):
+        held[name] = (_as_head(compiled(found[name].kernels, (streams.ROWS,))), found[name])
     held[OURS_COMPILED] = (_as_head(compiled(ours.kernels, (streams.ROWS, *BODIES))), ours)
     for name, made in ((EAGER, COMPILED), (EAGER_SMALL, COMPILED_SMALL), (EAGER_MIXED, COMPILED_MIXED)):
         if name in found:

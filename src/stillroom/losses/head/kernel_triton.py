@@ -823,7 +823,8 @@ def prepare(
         if not is_cut:
             return Launch(_sparse_rows, arguments, constants, grid, {**_OPTIONS, "maxnreg": 64}), gradient
         arguments["notes"] = torch.empty((num_rows, 3 * num_parts + room), device=raw.device)
-        return Launch(_sparse_rows_at_once, arguments, constants, grid, {**_OPTIONS, "maxnreg": 120}), gradient
+        options = _OPTIONS if constants["SAMPLED"] else {**_OPTIONS, "maxnreg": 120}
+        return Launch(_sparse_rows_at_once, arguments, constants, grid, options), gradient
     other = teacher if isinstance(teacher, Logits) else student
     arguments |= {"teacher": other.raw, "t_stride": other.raw.stride(0), "t_scale": float(other.scale),
                   "t_cap": float(other.softcap or 0.0)}  # fmt: skip
