@@ -402,30 +402,32 @@ CHOICES = {  # by eval.select: the column that it goes by, and whether more is b
 }  # fmt: skip
 
 
-@torch.no_grad()
 def follow(setting: Setting, arm: str, job: Job) -> list[dict[str, Any]]:
     """What `eval.select` may go by of students along a run, on dev, and the share of right answers on test."""
-    task, teacher = task_of(setting.task), teacher_of(setting)
-    is_plain = ARMS[arm][1]["objectives.kd.weight"] == 0.0
-    wanted = [answer for _, answer in gold(task, "dev")]
-    lines = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         train(setting, arm, job, folder, **{"train.save_steps": job.steps // LOOKS, "checkpoint.keep": LOOKS + 2})
-        for checkpoint in sorted((folder / "run" / "checkpoints").glob("step-*")):
-            model, line = student_of(folder, checkpoint), {"step": int(checkpoint.name.removeprefix("step-"))}
-            for part in ("dev", "test"):
-                items = task.parts[part]
-                answers = [text for text, _ in answered(task, model, items, 77, temperature=0.0)]
-                right = [task.is_right(item, text) for item, text in zip(items, answers, strict=True)]
-                line["right" if part == "dev" else "test"] = round(sum(right) / len(right), 4)
-                if part == "dev":
-                    line["exact"] = round(sum(map(str.__eq__, answers, wanted)) / len(wanted), 4)
-            line["ce"] = round(on_gold(task, "dev", model), 5)
-            line["objective"] = line["ce"] if is_plain else round(on_gold(task, "dev", model, teacher), 5)
-            line["own_kl"] = round(own_kl(task, model, teacher, task.parts["dev"]), 5)
-            lines.append(line)
-    return lines
+        checkpoints = sorted((folder / "run" / "checkpoints").glob("step-*"))
+        return [
+            _look(setting, arm, student_of(folder, one), int(one.name.removeprefix("step-"))) for one in checkpoints
+        ]
+
+
+@torch.no_grad()
+def _look(setting: Setting, arm: str, model: Any, step: int) -> dict[str, Any]:
+    task, teacher, line = task_of(setting.task), teacher_of(setting), dict[str, Any](step=step)
+    for part, name in (("dev", "right"), ("test", "test")):
+        items = task.parts[part]
+        answers = [text for text, _ in answered(task, model, items, 77, temperature=0.0)]
+        right = [task.is_right(item, text) for item, text in zip(items, answers, strict=True)]
+        line[name] = round(sum(right) / len(right), 4)
+        if part == "dev":
+            wanted = [answer for _, answer in gold(task, part)]
+            line["exact"] = round(sum(map(str.__eq__, answers, wanted)) / len(wanted), 4)
+    line["ce"] = round(on_gold(task, "dev", model), 5)
+    is_plain = ARMS[arm][1]["objectives.kd.weight"] == 0.0
+    line["objective"] = line["ce"] if is_plain else round(on_gold(task, "dev", model, teacher), 5)
+    return line | {"own_kl": round(own_kl(task, model, teacher, task.parts["dev"]), 5)}
 
 
 def kept(lines: list[dict[str, Any]], select: str) -> dict[str, Any]:
