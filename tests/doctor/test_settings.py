@@ -62,6 +62,7 @@ HARMFUL = [
         "gates_follow_the_student",
         {"teacher.router.mode": "sar", "teacher.router.truth_weight": 0.0, "teacher.router.anchor_weight": 0.0},
     ),
+    ("teaches_itself", {"teacher.model": "ema", "objectives.ce.weight": 0.0}),
     ("leaking_data", {"data.train": "a.jsonl", "data.eval": "a.jsonl"}),
     ("leaking_data", {"data.train": [{"path": "b.jsonl"}, {"path": "a.jsonl"}], "data.eval": "a.jsonl"}),
     ("bad_lines", {"data.max_bad_share": 0.5}),
