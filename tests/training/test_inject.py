@@ -311,6 +311,15 @@ def test_float32_is_advised_to_a_teacher_that_is_not_in_it(dtype: str, is_advise
     assert any("teacher.dtype" in text for text in recover._advice(stub, 5, evidence)) == is_advised
 
 
+def test_a_halt_for_finite_losses_names_the_rate_first() -> None:
+    config = load_config(None, overrides={"train.learning_rate": 0.02})
+    stub: Any = SimpleNamespace(config=config, device=torch.device("cpu"), hooks=Hooks())
+    first, *_ = recover._advice(stub, 5, Evidence(step=5, loss=9.0, grad_norm=1.0, num_targets=4))
+    assert "train.learning_rate=0.002" in first and "0.02 is" in first
+    first, *_ = recover._advice(stub, 5, Evidence(step=5, loss=math.nan, grad_norm=1.0, num_targets=4))
+    assert "0.02 is" not in first
+
+
 def test_a_halt_after_an_injected_fault_advises_nothing_else() -> None:
     stub: Any = SimpleNamespace(hooks=Injector("nan_weight@4"))
     assert stub.hooks.strikes("nan_weight", 4)

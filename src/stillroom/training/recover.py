@@ -559,9 +559,9 @@ def _advice(run: Run, step: int, evidence: Evidence | None = None) -> list[str]:
         advice.append("the student's own logits are not finite: lower train.learning_rate by a factor of ten")
     rate = run.config.train.learning_rate
     is_spike = evidence is not None and math.isfinite(evidence.loss) and math.isfinite(evidence.grad_norm)
-    why = f"losses are finite and too high, so {rate:g} is probably too high a rate: " if is_spike else ""
+    why = f" ({rate:g} is probably too high: the losses are finite and far above those before)" if is_spike else ""
     return [
         *advice,
-        f"{why}lower the learning rate: --set train.learning_rate={rate / 10:.2g}",
+        f"lower the learning rate: --set train.learning_rate={rate / 10:.2g}{why}",
         "look at the batches that were set aside, in quarantine/",
     ]
