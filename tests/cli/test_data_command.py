@@ -48,7 +48,8 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_as_json_each_row_is_its_text_in_scored_and_unscored_pieces(
     folder: Path, spec: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, _err = run(capsys, "data", spec, "--model", str(folder), "--json", "--set", "data.max_bad_share=0.5")
+    given = ("--set", "data.max_bad_share=0.5", "--set", "data.chat=off")
+    code, out, _err = run(capsys, "data", spec, "--model", str(folder), "--json", *given)
     assert code == 0
     result = json.loads(out)
     rows = {row["id"]: row["pieces"] for row in result["rows"]}
@@ -64,7 +65,7 @@ def test_as_json_each_row_is_its_text_in_scored_and_unscored_pieces(
     assert result["shapes"] == {"messages": 1, "prompt, completion": 1, "text": 1}
     assert result["left_out"] == {"bad_records": 1}
     assert result["bad_records"] == [
-        {"where": "d.jsonl:4", "why": "messages, turn 2 has tool_calls: calls of tools are not read"}
+        {"where": "d.jsonl:4", "why": "messages, turn 2: a call of tool_calls has no name"}
     ]
     assert result["scored_tokens"] == sum(row["scored_tokens"] for row in result["rows"])
     assert result["lengths"]["longest"] == max(row["tokens"] for row in result["rows"])
@@ -111,11 +112,18 @@ def test_a_length_given_shows_what_fits_and_counts_the_rest(
 def test_in_a_pipe_what_is_scored_stands_in_brackets(
     folder: Path, spec: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, _err = run(capsys, "data", spec, "--model", str(folder), "--set", "data.max_bad_share=0.5")
+    given = ("--set", "data.max_bad_share=0.5", "--set", "data.chat=off")
+    code, out, _err = run(capsys, "data", spec, "--model", str(folder), *given)
     assert code == 0 and "\x1b" not in out
     assert f"{TRAP[0]}<|im_end|>\n<|im_start|>assistant\n[[No<|im_end|>]]\n" in out
     assert f'Tom said [["Hi"{END}]]' in out
-    for said in ("messages (1)", "median", "% of all", "left out  1 bad records", "d.jsonl:4: messages, turn 2 has"):
+    for said in (
+        "messages (1)",
+        "median",
+        "% of all",
+        "left out  1 bad records",
+        "d.jsonl:4: messages, turn 2: a call",
+    ):
         assert said in out
 
 

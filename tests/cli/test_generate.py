@@ -201,7 +201,7 @@ def test_a_sample_begins_where_the_question_ends(tmp_path: Path) -> None:
     turns = [("user", LINES[0]), ("assistant", LINES[1]), ("user", "the"), ("assistant", "room")]
     chat = {"messages": [{"role": role, "content": content} for role, content in turns]}
     asked = {"prompt": f"{LINES[2]} ", "completion": LINES[3]}
-    rows = open_eval(write(tmp_path / "d.jsonl", [chat, asked]), tokenizer, DataConfig()).evaluation
+    rows = open_eval(write(tmp_path / "d.jsonl", [chat, asked]), tokenizer, DataConfig(chat="off")).evaluation
     prompt, answer = beginning(rows, 0)
     assert readable(tokenizer, prompt) == f"user\n{LINES[0]}\nassistant"
     assert continuation(tokenizer, prompt, answer) == LINES[1]  # and no turn after it

@@ -243,6 +243,7 @@ def steps(
     `accept_changed_inputs`. `max_steps` continues a finished run to so many steps.
     """
     stop = Stop(config.train.max_minutes)
+    stop.saves_when_left = True
     with stop.on_signals():
         with stop.while_loading():
             parallel = _join(config)

@@ -51,6 +51,7 @@ class Stop:
     def __init__(self, max_minutes: float = 0.0) -> None:
         self.reason = ""
         self.is_own = False  # a caller's loop asked, no signal and no clock
+        self.saves_when_left = False  # a generator of steps that is closed saves and raises `StoppedByCaller`
         self.reserve = 0.0  # seconds that saving takes, subtracted from the time limit
         self._is_loading = False
         self._has_deadline = False
@@ -131,7 +132,7 @@ class Stop:
 def training(run: Run, state: RunState, stop: Stop) -> Generator[StepOutcome, None, None]:
     """Train until the schedule ends. Yields after each attempted step, refused ones included.
 
-    Closed between two steps it saves the state and raises `Interrupted`.
+    With `stop.saves_when_left`, closed between two steps it saves the state and raises `StoppedByCaller`.
     """
     with last_step_saved(run, state) if run.parallel.size > 1 else nullcontext(), no_save_left(run, state):
         yield from _steps(run, state, stop)
@@ -179,8 +180,10 @@ def _steps(run: Run, state: RunState, stop: Stop) -> Generator[StepOutcome, None
         record_rollback(run, state)
         try:
             yield outcome
-        except GeneratorExit:  # the caller left its loop: what is due after this step is done, and the state saved
-            stop.ask("the loop over its steps was left")
+        except GeneratorExit:
+            if not stop.saves_when_left:
+                raise
+            stop.ask("the loop over its steps was left")  # what is due after this step is done, and the state saved
         with _stoppable(run, state, stop):
             if outcome.verdict.action == "keep":
                 after_applied_step(run, state, outcome)
