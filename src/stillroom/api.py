@@ -10,6 +10,7 @@ import math
 import os
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -414,6 +415,8 @@ class Training:
     def __init__(self, steps: Generator[Step, None, tuple[Result, str]], folder: Path) -> None:
         self._steps, self.folder = steps, folder
         self.result: Result | None = None
+        # Also before the interpreter ends, where a traceback still holds the loop: later torch cannot save any more.
+        self._ending = weakref.finalize(self, _end, steps)
 
     def __iter__(self) -> Self:
         return self
@@ -439,9 +442,7 @@ class Training:
 
     def close(self) -> None:
         """Save the state and end the run, if it has not ended."""
-        try:
-            self._steps.close()
-        except StoppedByCaller as error:
+        if (error := self._ending()) is not None:
             self.result = _interrupted(error, self.folder)
 
     def __enter__(self) -> Self:
@@ -450,8 +451,14 @@ class Training:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        self.close()
+
+def _end(steps: Generator[Step, None, tuple[Result, str]]) -> StoppedByCaller | None:
+    """Close the steps of a run; return how it ended, if it had not ended before."""
+    try:
+        steps.close()
+    except StoppedByCaller as error:
+        return error
+    return None
 
 
 def _interrupted(error: Interrupted, folder: Path) -> Result:

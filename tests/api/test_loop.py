@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import tiny
 import torch
 from given_objects import are_equal, weights
+from process_jobs import environment
 from refusals import refused
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -73,6 +76,20 @@ def test_a_loop_without_a_name_is_saved_when_it_is_left(world: Path, tmp_path: P
         break
     assert read_events(tmp_path / "run" / "events.jsonl")[-1]["exit_code"] == 75
     assert stillroom.resume(tmp_path / "run", device="cpu").summary["steps"] == 6
+
+
+def test_a_program_that_ends_with_an_error_in_its_loop_has_saved(world: Path, tmp_path: Path) -> None:
+    code = f"""
+import stillroom
+run = stillroom.training(stillroom.load_config(overrides={tiny.settings(world, eval__samples=0)!r}),
+                         {str(tmp_path / "run")!r}, device="cpu")
+for step in run:
+    raise KeyError("of the caller")
+"""
+    ended = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=False)
+    assert ended.returncode == 1 and "of the caller" in ended.stderr
+    assert read_events(tmp_path / "run" / "events.jsonl")[-1]["exit_code"] == 75
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
 def test_a_weight_that_was_set_is_kept_by_resume(world: Path, tmp_path: Path) -> None:
