@@ -109,11 +109,22 @@ def as_safetensors(named: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     yield len(table).to_bytes(8, "little") + table
     for tensor in named.values():
         yield _bytes_of(tensor)
+        drop_pages(tensor)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+_MAPS: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()  # by the address of their storage
+
+
+def drop_pages(tensor: Tensor) -> None:
+    """Drop the pages that reading a tensor took, if it is one of `DiskCopies`: they are in its file."""
+    mapped = _MAPS.get(tensor.untyped_storage().data_ptr())
+    if mapped is not None:
+        mapped.madvise(mmap.MADV_DONTNEED)
 
 
 class DiskCopies:
@@ -124,12 +135,6 @@ class DiskCopies:
 
     def __init__(self, folder: Path, tell: Callable[[str], object]) -> None:
         self._folder, self._tell = folder, tell
-        self._maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
-
-    def let_go(self) -> None:
-        """Drop the pages that were read: they are in the files."""
-        for one in self._maps:
-            one.madvise(mmap.MADV_DONTNEED)
 
     def copy(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies that later steps do not change; in main memory where the disk has no room."""
@@ -149,8 +154,8 @@ class DiskCopies:
             file.write(bytes(_ALIGNED))  # a file of no bytes cannot be mapped
             file.flush()
             mapped = mmap.mmap(file.fileno(), file.tell(), access=mmap.ACCESS_COPY)
-        self._maps.add(mapped)
         held = torch.frombuffer(mapped, dtype=torch.uint8)
+        _MAPS[held.untyped_storage().data_ptr()] = mapped
         return {name: _viewed(held, place, named[name]) for name, place in places.items()}
 
 
