@@ -51,7 +51,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "eval.max_batches": 32,
     },
     "real": {"data.max_length": 256, "train.max_steps": 64, "train.batch_size": 4, "eval.max_batches": 8},
-    "half": {"data.max_length": 256, "train.max_steps": 24, "train.batch_size": 4, "eval.max_batches": 4},
+    "half": {"data.max_length": 256, "train.max_steps": 64, "train.batch_size": 4, "eval.max_batches": 8},
 }  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def recovered_half() -> str:
     if not (folder / "summary.json").exists():
         settings = {
             "teacher.model": real_model(), "student.init": "shrink", "student.shrink.layers": 15,
-            "student.shrink.method": "influence", "data.train": "builtin:stdlib", "train.learning_rate": 3e-4,
+            "student.shrink.method": "influence", "data.train": "builtin:stdlib", "train.learning_rate": 6e-4,
             **_common("half"),
         }  # fmt: skip
         distill(load_config(overrides=settings), folder, device="cpu")
