@@ -36,7 +36,7 @@ from one_arm import _unpack
 from stillroom.config import load_config
 from stillroom.config.schema import TeacherConfig
 from stillroom.export.folder import export, own_rows
-from stillroom.models import load_tokenizer, open_teacher
+from stillroom.models import LoadedModel, load_tokenizer, open_teacher
 from stillroom.precision.blocks import FORMATS as BLOCKS
 from stillroom.precision.blocks import rounded
 from stillroom.training.distill import distill
@@ -147,9 +147,10 @@ def rounded_once(form: str) -> dict[str, Any]:
 
 
 def greedy(form: str) -> dict[str, Any]:
-    """Of 64 tokens on each of 10 prompts: how many are our forward's best, how many its second in a near tie.
+    """Of 64 tokens on each of 10 prompts: how many are our forward's best, how many are within a near tie of it.
 
-    Twice: our forward as it is, and with the inputs of linear layers rounded to eight bits as llama.cpp rounds them.
+    llama.cpp is told to write no end, so that token is left out here too. Twice: our forward as it is, and with the
+    inputs of linear layers rounded to eight bits as llama.cpp rounds them.
     """
     with tempfile.TemporaryDirectory() as folder:
         export(real_model(), Path(folder) / "out", format="gguf", form=form)
@@ -161,11 +162,11 @@ def greedy(form: str) -> dict[str, Any]:
     written = [
         (loaded.tokenizer(prompt)["input_ids"], json.loads(line)) for prompt, line in zip(asked, lines, strict=True)
     ]
-    found = {"format": form, "prompts": len(asked), "bound_of_ties": NEAR, **_compared(loaded.network, written, asked)}
+    found = {"format": form, "prompts": len(asked), "bound_of_ties": NEAR, **_compared(loaded, written, asked)}
     for module in loaded.network.modules():
         if isinstance(module, torch.nn.Linear):
             module.register_forward_pre_hook(lambda _module, given: (_in_eight_bits(given[0]),))
-    return {**found, "inputs_in_eight_bits": _compared(loaded.network, written, asked)}
+    return {**found, "inputs_in_eight_bits": _compared(loaded, written, asked)}
 
 
 def _in_eight_bits(values: torch.Tensor) -> torch.Tensor:
@@ -176,11 +177,12 @@ def _in_eight_bits(values: torch.Tensor) -> torch.Tensor:
     return (codes * scale.half().float()).flatten(-2)
 
 
-def _compared(network: Any, written: list[tuple[list[int], list[int]]], asked: list[str]) -> dict[str, Any]:
+def _compared(loaded: LoadedModel, written: list[tuple[list[int], list[int]]], asked: list[str]) -> dict[str, Any]:
     same, tied, other = 0, 0, []
     for prompt, (before, after) in zip(asked, written, strict=True):
         with torch.no_grad():
-            logits = network(input_ids=torch.tensor([before + after])).logits[0, len(before) - 1 : -1]
+            logits = loaded.network(input_ids=torch.tensor([before + after])).logits[0, len(before) - 1 : -1]
+        logits[:, loaded.tokenizer.eos_token_id] = -math.inf
         best = logits.max(-1)
         for place, token in enumerate(after):
             gap = float(best.values[place] - logits[place, token])
