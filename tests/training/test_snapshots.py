@@ -115,12 +115,12 @@ def _resident_kilobytes(address: int) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="asks Linux")
 def test_copies_on_disk_take_no_memory_after_a_checkpoint_was_written_from_them(tmp_path: Path) -> None:
-    kept = DiskCopies(tmp_path, print).copy({name: torch.ones(1 << 18) for name in "abcd"})
+    kept = DiskCopies(tmp_path, print).copy({name: torch.ones(1 << 23) for name in "abc"})
     places = []
     for part in as_safetensors(kept):
-        places.append(_resident_kilobytes(kept["a"].data_ptr()))
         assert bytes(part)  # reads every page
-    assert max(places) <= 2 * 1024 and _resident_kilobytes(kept["a"].data_ptr()) == 0
+        places.append(_resident_kilobytes(kept["a"].data_ptr()))
+    assert max(places) <= 17 * 1024 and _resident_kilobytes(kept["a"].data_ptr()) == 0
     assert all(bool((tensor == 1).all()) for tensor in kept.values())
 
 

@@ -99,7 +99,7 @@ _DTYPES = {
 
 
 def as_safetensors(named: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The contents of a safetensors file, a tensor at a time: the library's `save` holds two copies of all of it."""
+    """The contents of a safetensors file, a piece at a time: the library's `save` holds two copies of all of it."""
     header, end = {}, 0
     for name, tensor in named.items():
         begin, end = end, end + tensor.numel() * tensor.element_size()
@@ -108,8 +108,10 @@ def as_safetensors(named: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     table += b" " * (-len(table) % 8)  # data begins at a multiple of eight
     yield len(table).to_bytes(8, "little") + table
     for tensor in named.values():
-        yield _bytes_of(tensor)
-        drop_pages(tensor)
+        contents = _bytes_of(tensor)
+        for begin in range(0, len(contents), _PIECE):
+            yield contents[begin : begin + _PIECE]
+            drop_pages(tensor)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -117,6 +119,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
+_PIECE = 1 << 24  # bytes that are read from a copy on disk at a time
 _MAPS: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()  # by the address of their storage
 
 

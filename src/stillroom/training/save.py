@@ -94,6 +94,7 @@ def record_rollback(run: Run, state: RunState) -> None:
 
 def save_student(run: Run) -> None:
     """Write the student as a Hugging Face folder, complete or not at all. If the disk is full, prune checkpoints."""
+    run.optimizer.zero_grad()  # writing takes a copy of the weights: the gradients' room is for it
     for is_last_try in (False, True):
         run.check_folder()
         try:
