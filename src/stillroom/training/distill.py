@@ -375,12 +375,13 @@ def _run(
         return (yield from _train(run, state, models.vocabularies, saved, mark, stop, check.changed))
 
 
-def _data_specs(config: Config) -> list[str]:
+def _data_specs(config: Config) -> list[tuple[str, str]]:
+    """(setting, spec) of the data that a run reads."""
     prompts = config.rollouts.prompts if config.rollouts is not None else "train"
     return [
-        *(source.path for source in config.data.sources),
-        *([config.data.eval] if config.data.eval is not None else []),
-        *([prompts] if prompts != "train" else []),
+        *(("data.train", source.path) for source in config.data.sources),
+        *([("data.eval", config.data.eval)] if config.data.eval is not None else []),
+        *([("rollouts.prompts", prompts)] if prompts != "train" else []),
     ]
 
 
