@@ -621,6 +621,8 @@ RULES: tuple[Rule, ...] = (
     Rule("train.step_rows", lambda c: c.train.batch_size == "auto", "train.batch_size is {c.train.batch_size}"),
     Rule("train.projector_learning_rate", lambda c: c.objectives.inner_weights, "no inner objective is used"),
     Rule("train.min_learning_rate_ratio", lambda c: c.train.schedule != "constant", "train.schedule is constant"),
+    Rule("train.decay_ratio", lambda c: c.train.schedule == "wsd", "train.schedule is {c.train.schedule}"),
+    Rule("train.momentum", lambda c: c.train.optimizer == "muon", "train.optimizer is {c.train.optimizer}"),
     Rule("train.warmup_ratio", lambda c: not c.train.warmup_steps, "train.warmup_steps is {c.train.warmup_steps}"),
     Rule(
         "precision.*loss_scale*",

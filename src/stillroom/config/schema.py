@@ -1334,8 +1334,13 @@ class TrainConfig(Section):
     projector_learning_rate: NonNegative = Field(
         0.0, description="peak rate of the matrices that inner objectives train with the student; 0: the student's"
     )
-    schedule: Literal["cosine", "linear", "constant"] = Field(
-        "cosine", description="how the learning rate falls after the warm-up; cosine ends low, slowly"
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine",
+        description="how the learning rate falls after the warm-up; cosine ends low, slowly; wsd (warm-up, stable, "
+        "decay) stays at its peak and falls by one minus the square root in the last `decay_ratio` of the run",
+    )
+    decay_ratio: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.2, description="of wsd: share of the optimizer steps in which the rate falls"
     )
     min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.1, description="end of the schedule")
     warmup_steps: Count = Field(0, description="optimizer steps; overrides warmup_ratio")
@@ -1343,8 +1348,14 @@ class TrainConfig(Section):
     max_warmup_share: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="share of the optimizer steps that the warm-up takes at most, whatever warmup_steps says"
     )
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw",
+        description="muon: the matrices of the layers follow their orthogonalised momentum, of about AdamW's size; "
+        "embeddings, head, vectors, gates and projectors stay with AdamW",
+    )
+    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="of Muon: memory of the gradient")
     weight_decay: NonNegative = Field(
-        0.01, description="of AdamW, on matrices alone; more where the data is seen often"
+        0.01, description="of AdamW and Muon, on matrices alone; more where the data is seen often"
     )
     beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="of AdamW: memory of the gradient")
     beta2: Annotated[float, Field(ge=0, lt=1)] = Field(
@@ -1437,8 +1448,10 @@ class PrecisionConfig(Section):
         description="chosen from what the device can natively do; on a CPU fp32, or bf16-mixed for a student of 20 "
         "million parameters or more whose products a one-second measurement shows to be faster in BF16",
     )
-    moments: Literal["float32", "bfloat16"] = Field(
-        "float32", description="storage of AdamW's moments; bfloat16 is rounded stochastically and needs no bf16 unit"
+    moments: Literal["float32", "bfloat16", "int8"] = Field(
+        "float32",
+        description="storage of the optimizer's moments; bfloat16 and int8 (codes of matrices with a scale for each "
+        "256) are rounded stochastically and need no unit of that kind",
     )
     initial_loss_scale: Annotated[float, Field(ge=1, le=MOST_FLOAT)] = Field(
         65536.0, description="the largest to begin with: one backward pass before the first step finds what fits"
@@ -1770,6 +1783,8 @@ class Config(Section):
         if self.rollouts is not None:
             self._refuse_with_rollouts(self.rollouts)
         self._selectable()
+        if self.train.optimizer == "muon":
+            self._refuse_with_muon()
         is_whole = self.train.max_warmup_share == 1.0  # else the warm-up is cut to that share
         if is_whole and self.train.max_steps and self.train.warmup_steps >= self.train.max_steps:
             raise ValueError(
@@ -1795,6 +1810,18 @@ class Config(Section):
             raise ValueError(
                 "a sharded student writes no text during a run: leave eval.prompts and eval.tasks out and choose by "
                 "perplexity or objective, or set train.strategy = 'ddp'"
+            )
+
+    def _refuse_with_muon(self) -> None:
+        if self.student.adapter is not None:
+            raise ValueError(
+                "train.optimizer = 'muon' has the matrices of the layers, and under student.adapter they are frozen: "
+                "leave one of both out"
+            )
+        if self.teacher.router.mode == "sar-meta":
+            raise ValueError(
+                "teacher.router.mode = 'sar-meta' looks ahead by second moments, which Muon has not: set "
+                "train.optimizer = 'adamw'"
             )
 
     def _refuse_with_student_as_teacher(self) -> None:

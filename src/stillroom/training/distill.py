@@ -598,7 +598,7 @@ def _announce(
         },
     )
     notes = (*notes, *unused_strategy(config, run.parallel))
-    details = map(Detail, (*run.mix.notes(run.device.type), *describe_update(run.device)))
+    details = map(Detail, (*run.mix.notes(run.device.type), *describe_update(run.optimizer)))
     notes = (*notes, *models.notes, *run.teacher.notes, *details)
     of_rollouts = run.rollouts.notes if run.rollouts is not None else ()
     for text in (*notes, *of_rollouts, *([run.budget.note] if run.budget.note else [])):

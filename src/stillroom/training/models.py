@@ -328,6 +328,10 @@ def _refused(config: Config, models: Models, precision: Precision) -> Iterator[t
     """Yield (setting, what it is, what to set instead) of everything that does not work with a sharded student."""
     if precision.mode in ("fp16-split", "fp16-sr") and config.student.adapter is None:
         yield "precision.mode", f"{precision.mode}: its parts are FP32 masters", "--precision fp16-master"
+    if config.precision.moments == "int8":
+        yield "precision.moments", "int8 moments: blocks would be cut", "--set precision.moments=bfloat16"
+    if config.train.optimizer == "muon":
+        yield "train.optimizer", "muon: it needs whole matrices", "--set train.optimizer=adamw"
     if config.train.compile in ("student", "both"):
         if config.student.gradient_checkpointing:
             yield "train.compile", "compiled layers that are computed again in the backward", "--set train.compile=off"

@@ -390,11 +390,17 @@ def _stream(config: Config, now: Layout, _shapes: Shapes) -> Change | None:
                   "its files are read for each micro-batch")  # fmt: skip
 
 
-def _moments(config: Config, _now: Layout, _shapes: Shapes) -> Change | None:
-    if config.precision.moments == "bfloat16":
+def _moments(config: Config, _now: Layout, shapes: Shapes) -> Change | None:
+    """The next smaller storage."""
+    smaller = {
+        "float32": ("bfloat16", "moments have 8 bits of precision, rounded stochastically"),
+        "bfloat16": ("int8", "moments are codes of 8 bits, rounded stochastically"),
+    }
+    is_cut = config.precision.moments == "bfloat16" and shapes.target.sharing.is_sharded
+    if config.precision.moments not in smaller or is_cut:
         return None
-    cost = "moments have 8 bits, rounded stochastically"
-    return Change({"precision.moments": "bfloat16"}, "moments in bfloat16", cost)
+    name, cost = smaller[config.precision.moments]
+    return Change({"precision.moments": name}, f"moments in {name}", cost)
 
 
 def _split(config: Config, now: Layout, _shapes: Shapes) -> Change | None:
