@@ -68,7 +68,7 @@ from stillroom.models.files import (
     teacher_identity,
 )
 from stillroom.models.gguf import gguf_config, gguf_network, gguf_tokenizer, packed_network, read_header
-from stillroom.models.shrink.width import config_of_layers
+from stillroom.models.shrink.width import config_of_layers, shrink_config
 from stillroom.models.student import NAME as CAUSAL_ATTENTION
 from stillroom.models.student import Student, attend_causally, tie
 
@@ -806,10 +806,7 @@ def _cut(config: Any, shrink: ShrinkConfig) -> Any:
         )
     new = config_of_layers(config, tuple(kept))
     text = new.get_text_config()
-    sizes = {"hidden_size": shrink.width, "intermediate_size": shrink.mlp_width, "num_attention_heads": shrink.heads}
-    for name, size in sizes.items():
-        if size:
-            setattr(text, name, size)
+    shrink_config(text, shrink)
     return new
 
 

@@ -115,16 +115,28 @@ def _read(folder: Path, wanted: ShrinkConfig, num_layers: int) -> Choice | None:
                 advice=["restore it from a backup", "or begin again in another folder"],
             )
         return None
+    return _parse(path, num_layers, wanted.layers)
+
+
+def _parse(path: Path, num_layers: int, num_kept: Any = None) -> Choice:
+    """Read a choice. `num_kept` None: however many layers it keeps."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         choice = Choice(tuple(int(layer) for layer in record["layers"]), record["method"], tuple(record["why"]))
-        is_complete = record["of"] == num_layers and len(choice.layers) == wanted.layers
+        is_complete = record["of"] == num_layers and len(choice.layers) == (num_kept or len(choice.layers))
         settled_layers(choice.layers, num_layers)
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
     if not is_complete:
-        raise _damaged(path, f"it does not name {wanted.layers} of {num_layers} layers")
+        raise _damaged(path, f"it does not name {num_kept or len(choice.layers)} of {num_layers} layers")
     return choice
+
+
+def kept_layers(folder: Path, num_layers: int) -> tuple[int, ...]:
+    """The layers that the student of a finished run was cut to; all of `num_layers` where none were chosen."""
+    if not (folder / _FILE).exists():
+        return tuple(range(num_layers))
+    return _parse(folder / _FILE, num_layers).layers
 
 
 def _damaged(path: Path, reason: str) -> ConfigError:

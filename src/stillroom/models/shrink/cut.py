@@ -300,5 +300,6 @@ def _summary(teacher: Any, student: Any, layers: tuple[int, ...], wanted: Shrink
             parts.append(f"{name} {value:,}")
     dtype = str(next(teacher.parameters()).dtype).removeprefix("torch.")
     size = f"{after.num_parameters:,} of {before.num_parameters:,} parameters"
-    summary = f"student cut from the teacher's {dtype} weights: {'; '.join(parts)}; {size}"
+    whole = "an earlier student" if wanted.of_layers else "the teacher"
+    summary = f"student cut from {whole}'s {dtype} weights: {'; '.join(parts)}; {size}"
     return summary if after.num_parameters < before.num_parameters else f"{summary}: nothing was cut, it is a copy"
