@@ -18,8 +18,7 @@ from stillroom.doctor.plan.plan import find_target, make_plan
 from stillroom.export.card import Origin
 from stillroom.telemetry import read_events
 from stillroom.training import rounds
-from stillroom.training.distill import distill, resume
-from stillroom.training.loop import Stop
+from stillroom.training.distill import distill, resume, steps
 from stillroom.training.rounds import folder_of, last_round, of_round
 
 STEPS = 6  # of which the first round has three
@@ -131,17 +130,24 @@ def test_the_last_round_cuts_the_student_of_the_one_before(whole: Path) -> None:
     assert start["teacher"]["layers"] == 6 and start["student"]["layers"] == 2
 
 
-@pytest.mark.parametrize("steps", [1, 3, 4])
+def stop_after(number: int, config: Config, folder: Path) -> Interrupted:
+    """Stop a run after so many steps, counted over its rounds."""
+    with pytest.raises(Interrupted) as caught:
+        for place, step in enumerate(steps(config, folder, device="cpu"), 1):
+            if place == number:
+                step.stop()
+    return caught.value
+
+
+@pytest.mark.parametrize("number", [1, 3, 4])
 def test_a_run_that_is_stopped_in_any_round_resumes_to_the_same_student(
-    deep: Path, whole: Path, tmp_path: Path, steps: int, monkeypatch: pytest.MonkeyPatch
+    deep: Path, whole: Path, tmp_path: Path, number: int
 ) -> None:
     """After step 1 of the first round, after its last step, and after step 1 of the last round."""
-    wanted = iter([False] * (steps - 1) + [True])
-    with monkeypatch.context() as patch:
-        patch.setattr(Stop, "is_wanted", lambda _self: next(wanted, False))
-        with pytest.raises(Interrupted) as caught:
-            distill(settings(deep), tmp_path / "parts", device="cpu")
-    assert any(f"resume {tmp_path / 'parts'}" in one and "rounds" not in one for one in caught.value.advice)
+    error = stop_after(number, settings(deep), tmp_path / "parts")
+    assert all("rounds" not in one for one in error.advice) and (tmp_path / "parts" / "checkpoints").exists() == (
+        number > 3
+    )
     again = resume(tmp_path / "parts", device="cpu")
     assert is_same_student(again.folder, whole) and is_same_student(folder_of(again.folder, 1), folder_of(whole, 1))
     assert again.summary["student"]["perplexity"] == summary_of(whole)["student"]["perplexity"]
@@ -166,13 +172,8 @@ def test_a_run_that_is_killed_between_rounds_resumes_to_the_same_student(
     assert any("round 2 of 2, in" in text for text in heard)
 
 
-def test_another_student_of_the_round_before_is_refused(deep: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    wanted = iter([False] * 3 + [True])
-    with monkeypatch.context() as patch:
-        patch.setattr(Stop, "is_wanted", lambda _self: next(wanted, False))
-        with pytest.raises(Interrupted):
-            distill(settings(deep), tmp_path / "run", device="cpu")
-    assert any((tmp_path / "run" / "checkpoints").iterdir())
+def test_another_student_of_the_round_before_is_refused(deep: Path, tmp_path: Path) -> None:
+    stop_after(4, settings(deep), tmp_path / "run")
     weights = folder_of(tmp_path / "run", 1) / "student" / "model.safetensors"
     contents = bytearray(weights.read_bytes())
     contents[-1] ^= 1
