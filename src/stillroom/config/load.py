@@ -604,7 +604,7 @@ RULES: tuple[Rule, ...] = (
     Rule("student.shrink.round_share", lambda c: c.student.shrink.rounds > 1, "student.shrink.rounds is 1"),
     Rule(
         "student.shrink.method",
-        lambda c: c.student.shrink.layers and isinstance(c.student.shrink.layers, int),
+        lambda c: c.student.shrink.to or (c.student.shrink.layers and isinstance(c.student.shrink.layers, int)),
         "no layers are chosen",
     ),
     Rule(" ".join(f"data.{name}" for name in Layout.model_fields), _needs_layout, "every source has its own layout"),

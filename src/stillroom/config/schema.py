@@ -553,6 +553,11 @@ class ShrinkConfig(Section):
     width: Count = Field(0, description="channels kept, by importance; 0: all")
     mlp_width: Count = Field(0, description="neurons kept in each layer, by importance; 0: all")
     heads: Count = Field(0, description="attention heads kept whole in each layer; 0: all")
+    to: Annotated[str, Field(pattern=r"^(\d+(\.\d+)?[kmbKMB]?)?$")] = Field(
+        "",
+        description="cut layers and widths together to so many parameters, as 80M, or 0.6 of the teacher's; a few "
+        "students of that size are made, and the one with the lowest loss is taken",
+    )
     rounds: Annotated[int, Field(ge=1, le=5)] = Field(
         1,
         description="cut in so many rounds: sizes fall evenly, and each round but the last recovers in RUN/rounds "
@@ -571,13 +576,24 @@ class ShrinkConfig(Section):
     def cuts_width(self) -> bool:
         return bool(self.width or self.mlp_width or self.heads)
 
+    @field_validator("to", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _chooses_alone(self) -> ShrinkConfig:
+        if self.to and (self.layers or self.cuts_width):
+            raise ValueError("to chooses layers, width, mlp_width and heads: leave them out, or leave to out")
+        return self
+
     @model_validator(mode="after")
     def _has_rounds(self) -> ShrinkConfig:
         if self.rounds > 1 and (self.of_layers or isinstance(self.layers, tuple)):
             given = "of_layers is set by them" if self.of_layers else "layers is a list: give their number"
             raise ValueError(f"rounds is {self.rounds}, and {given}")
-        if self.rounds > 1 and not (self.layers or self.cuts_width):
-            raise ValueError(f"rounds is {self.rounds}, and nothing is cut: give layers")
+        if self.rounds > 1 and not (self.layers or self.to or self.cuts_width):
+            raise ValueError(f"rounds is {self.rounds}, and nothing is cut: give layers or to")
         return self
 
 

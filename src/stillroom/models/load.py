@@ -68,6 +68,7 @@ from stillroom.models.files import (
     teacher_identity,
 )
 from stillroom.models.gguf import gguf_config, gguf_network, gguf_tokenizer, packed_network, read_header
+from stillroom.models.shrink.budget import candidates
 from stillroom.models.shrink.width import config_of_layers, shrink_config
 from stillroom.models.student import NAME as CAUSAL_ATTENTION
 from stillroom.models.student import Student, attend_causally, tie
@@ -768,7 +769,13 @@ def student_shape(
     keeps its probabilities."""
     if section.init == "shrink":
         config, notes = described_model(teacher, teacher.model)
-        config = _cut(config, section.shrink)
+        shrink = section.shrink
+        if shrink.to:
+            shrink = candidates(_network(config, teacher, torch.float32), shrink)[0]
+            notes.append(
+                f"student.shrink.to: counted as a student of {shrink.layers} layers; one is chosen by its loss"
+            )
+        config = _cut(config, shrink)
         notes.append("the student is cut from the teacher: its sizes are from the teacher's configuration")
     else:
         config, notes = described_model(section, section.model)

@@ -10,10 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from stillroom.config import Config
 from stillroom.core.errors import ConfigError
 from stillroom.core.files import ROUNDS
-from stillroom.models.load import described_model
+from stillroom.models.anatomy import anatomy_of
+from stillroom.models.load import described_model, teacher_shape
+from stillroom.models.shrink.budget import parse_budget
 from stillroom.telemetry.wording import format_result, section, show
 from stillroom.training.student import kept_layers
 
@@ -59,7 +63,12 @@ def sized(config: Config, number: int) -> Any:
             sizes[name] = max(asked, whole[name] - (whole[name] - asked) * number // shrink.rounds)
     if "heads" in sizes and number < shrink.rounds:
         sizes["heads"] = -(-sizes["heads"] // whole["group"]) * whole["group"]
-    return config.student.model_copy(update={"shrink": shrink.model_copy(update={**sizes, "rounds": 1})})
+    changes: dict[str, Any] = {**sizes, "rounds": 1}
+    if shrink.to and number < shrink.rounds:
+        with torch.device("meta"):  # no weights
+            total = anatomy_of(teacher_shape(config.teacher, torch.float32)[0]).num_parameters
+        changes["to"] = str(total - (total - parse_budget(shrink.to, total)) * number // shrink.rounds)
+    return config.student.model_copy(update={"shrink": shrink.model_copy(update=changes)})
 
 
 def _sizes(config: Config) -> dict[str, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,17 +20,25 @@ from stillroom.core.errors import BrokenAtStart, ConfigError
 from stillroom.core.types import Batch, Detail
 from stillroom.models.anatomy import anatomy_of, in_eval_mode, layers_of
 from stillroom.models.load import not_finite_advice
+from stillroom.models.shrink.budget import Counter, candidates
 from stillroom.models.shrink.layer_choice import (
+    BUDGET_CPU,
+    BUDGET_GPU,
     CHOICE_TOKENS,
     Bypass,
     Choice,
+    Passage,
     Tell,
     blocks_of,
     cannot_be_cut,
     choose_layers,
+    mean_loss,
+    num_positions,
+    num_scored,
     passages,
 )
 from stillroom.models.shrink.width import (
+    Importance,
     Keep,
     check_widths,
     choose,
@@ -223,25 +231,83 @@ def cut(
 
 
 def _cut(teacher: Any, wanted: ShrinkConfig, batches: list[Batch], choice: Choice | None, tell: Tell) -> Cut:
-    if choice is None:
-        device = next(teacher.parameters()).device
-        texts = passages(batches, CHOICE_TOKENS, device)
-        choice = choose_layers(teacher, wanted, texts, Fit(teacher), tell)
-    layers = choice.layers
-    keep = Keep()
-    if wanted.cuts_width:
+    def measured(layers: tuple[int, ...]) -> Importance:
         removed = set(range(len(blocks_of(teacher)))) - set(layers)
         with Bypass(teacher).without(removed):  # rank for the student, not for the whole teacher
-            importance = measure(teacher, batches)
-        keep = choose(teacher, wanted, importance, layers)
-    student = built(teacher, layers, lambda text: shrink_config(text, wanted)).float()
-    _undo_rescaling(teacher)
-    _check_fit(teacher, student, _fill(teacher, student, layers, keep))
+            return measure(teacher, batches)
+
+    def make(sizes: ShrinkConfig, layers: tuple[int, ...], importance: Importance | None) -> Any:
+        keep = Keep() if importance is None else choose(teacher, sizes, importance, layers)
+        student = built(teacher, layers, lambda text: shrink_config(text, sizes)).float()
+        _undo_rescaling(teacher)
+        _check_fit(teacher, student, _fill(teacher, student, layers, keep))
+        return student
+
+    if choice is None and wanted.to:
+        choice = _choose_to_budget(teacher, wanted, batches, tell, measure=measured, make=make)
+    elif choice is None:
+        texts = passages(batches, CHOICE_TOKENS, next(teacher.parameters()).device)
+        choice = choose_layers(teacher, wanted, texts, Fit(teacher), tell)
+    layers, wanted = choice.layers, wanted.model_copy(update=choice.sizes)
+    student = make(wanted, layers, measured(layers) if wanted.cuts_width else None)
     check_layers(teacher, student, layers, with_numbers=not wanted.cuts_width)
     if not wanted.cuts_width:
         check_logits(teacher, student, layers)
     student.generation_config = copy.deepcopy(teacher.generation_config)
     return Cut(student, choice, _summary(teacher, student, layers, wanted))
+
+
+def _choose_to_budget(
+    teacher: Any,
+    wanted: ShrinkConfig,
+    batches: Sequence[Batch],
+    tell: Tell,
+    *,
+    measure: Callable[[tuple[int, ...]], Importance],
+    make: Callable[[ShrinkConfig, tuple[int, ...], Importance | None], Any],
+) -> Choice:
+    """Choose layers and sizes. `measure` gives the importance of widths with some layers; `make` cuts a student."""
+    found = candidates(teacher, wanted)
+    device = next(teacher.parameters()).device
+    texts = passages(batches, CHOICE_TOKENS, device)
+    deepest = min(found, key=lambda one: one.layers)
+    choice = choose_layers(teacher, deepest, texts, Fit(teacher), tell)
+    if len(found) == 1:
+        return choice
+    texts = _affordable(texts, len(found) * Counter(teacher)(found[0]), device)
+    tell(f"choosing among {len(found)} students within {wanted.to} by loss on {num_scored(texts):,} tokens")
+    rows: list[dict[str, Any]] = []
+    importance: dict[int, Importance] = {}
+    for one in found:
+        assert isinstance(one.layers, int)
+        layers = choice.at_depth(one.layers, Counter(teacher).num_layers)
+        if one.cuts_width and one.layers not in importance:
+            importance[one.layers] = measure(layers)
+        student = make(one, layers, importance.get(one.layers))
+        sizes = {name: getattr(one, name) for name in ("width", "mlp_width", "heads")}
+        parameters = anatomy_of(student).num_parameters
+        rows.append(
+            {"layers": one.layers, **sizes, "parameters": parameters, "loss": mean_loss(student.to(device), texts)}
+        )
+    best = min(range(len(rows)), key=lambda place: (rows[place]["loss"], place))
+    row = rows[best]
+    why = (
+        f"of {len(rows)} students within {wanted.to} the one with the lowest loss on {num_scored(texts):,} tokens, "
+        f"{row['loss']:.3f}; by depth alone it is {rows[0]['loss']:.3f} with {rows[0]['layers']} layers"
+    )
+    return replace(
+        choice,
+        layers=choice.at_depth(row["layers"], Counter(teacher).num_layers),
+        sizes={name: row[name] for name in ("width", "mlp_width", "heads")},
+        candidates=tuple(rows),
+        why=(why, *choice.why),
+    )
+
+
+def _affordable(texts: list[Passage], parameters: int, device: torch.device) -> list[Passage]:
+    """As many passages as candidates of so many parameters together can read, at least one."""
+    limit = (BUDGET_CPU if device.type == "cpu" else BUDGET_GPU) / (2.0 * parameters)
+    return [text for place, text in enumerate(texts) if not place or num_positions(texts[: place + 1]) <= limit]
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ Legend: D width, M neurons, H heads, G query heads for each key-value head, E si
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -237,6 +238,19 @@ def shrink_config(config: Any, wanted: ShrinkConfig) -> None:
     if wanted.heads:
         config.num_attention_heads = wanted.heads
         config.num_key_value_heads = wanted.heads // groups
+
+
+def kept_size(name: str, shape: Sequence[int], config: Any, wanted: ShrinkConfig) -> int:
+    """The number of elements that `shrink_tensor` keeps of a tensor of the teacher."""
+    if not wanted.cuts_width:
+        return math.prod(shape)
+    whole_heads = int(config.num_attention_heads)
+    heads = wanted.heads or whole_heads
+    sizes = {"width": wanted.width, "neurons": wanted.mlp_width}
+    axes = next(axes for pattern, axes in _AXES if re.search(pattern, name))
+    kept = [sizes.get(axis) or size for axis, size in zip(axes, shape, strict=True)]
+    parts = [heads / whole_heads if axis in ("queries", "keys") else 1.0 for axis in axes]
+    return math.prod(round(size * part) for size, part in zip(kept, parts, strict=True))
 
 
 def shrink_tensor(name: str, tensor: Tensor, keep: Keep, layer: int | None) -> Tensor | None:
