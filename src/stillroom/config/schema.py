@@ -553,6 +553,9 @@ class ShrinkConfig(Section):
     width: Count = Field(0, description="channels kept, by importance; 0: all")
     mlp_width: Count = Field(0, description="neurons kept in each layer, by importance; 0: all")
     heads: Count = Field(0, description="attention heads kept whole in each layer; 0: all")
+    experts: Count = Field(
+        0, description="experts of a mixture kept in each layer, those with the most routing weight; 0: all"
+    )
     to: Annotated[str, Field(pattern=r"^(\d+(\.\d+)?[kmbKMB]?)?$")] = Field(
         "",
         description="cut layers and widths together to so many parameters, as 80M, or 0.6 of the teacher's; a few "
@@ -583,8 +586,10 @@ class ShrinkConfig(Section):
 
     @model_validator(mode="after")
     def _chooses_alone(self) -> ShrinkConfig:
-        if self.to and (self.layers or self.cuts_width):
-            raise ValueError("to chooses layers, width, mlp_width and heads: leave them out, or leave to out")
+        if self.to and (self.layers or self.cuts_width or self.experts):
+            raise ValueError(
+                "to chooses layers, width, mlp_width and heads: leave them and experts out, or leave to out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -592,7 +597,7 @@ class ShrinkConfig(Section):
         if self.rounds > 1 and (self.of_layers or isinstance(self.layers, tuple)):
             given = "of_layers is set by them" if self.of_layers else "layers is a list: give their number"
             raise ValueError(f"rounds is {self.rounds}, and {given}")
-        if self.rounds > 1 and not (self.layers or self.to or self.cuts_width):
+        if self.rounds > 1 and not (self.layers or self.to or self.cuts_width or self.experts):
             raise ValueError(f"rounds is {self.rounds}, and nothing is cut: give layers or to")
         return self
 

@@ -18,6 +18,7 @@ from stillroom.core.files import ROUNDS
 from stillroom.models.anatomy import anatomy_of
 from stillroom.models.load import described_model, teacher_shape
 from stillroom.models.shrink.budget import parse_budget
+from stillroom.models.shrink.width import EXPERTS
 from stillroom.telemetry.wording import format_result, section, show
 from stillroom.training.student import kept_layers
 
@@ -57,7 +58,7 @@ def sized(config: Config, number: int) -> Any:
     """The student's section in a round: each size lies on the line from the teacher's to the one that is asked for."""
     shrink, whole = config.student.shrink, _sizes(config)
     sizes: dict[str, int] = {}
-    for name in ("layers", "width", "mlp_width", "heads"):
+    for name in ("layers", "width", "mlp_width", "heads", "experts"):
         asked = getattr(shrink, name)
         if asked:
             sizes[name] = max(asked, whole[name] - (whole[name] - asked) * number // shrink.rounds)
@@ -80,6 +81,7 @@ def _sizes(config: Config) -> dict[str, int]:
         "width": int(getattr(text, "hidden_size", 0) or 0),
         "mlp_width": int(getattr(text, "intermediate_size", 0) or 0),
         "heads": heads,
+        "experts": next((int(getattr(text, name)) for name in EXPERTS if name in vars(text)), 0),
         "group": max(1, heads // int(getattr(text, "num_key_value_heads", 0) or heads or 1)),
     }
 

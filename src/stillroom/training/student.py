@@ -59,7 +59,7 @@ def cut_student(
     choice = _stored(folder, wanted, num_layers, parallel) if is_chosen else None
     batches: Iterable[Batch] = ()
     is_read = bool(wanted.to) or wanted.method != "even"  # text, to choose by
-    if wanted.cuts_width or (choice.sizes if choice is not None else is_chosen and is_read):
+    if wanted.cuts_width or wanted.experts or (choice.sizes if choice is not None else is_chosen and is_read):
         corpus = open_data(config.data, tokenizer, tell=tell)
         keep_data(corpus)
         batches = fixed_batches(corpus.train, config.train.rows_per_batch, _num_batches(config))

@@ -16,6 +16,7 @@ from stillroom.models.shrink.width import FAMILIES, kept_size
 _UNITS = {"k": 10**3, "m": 10**6, "b": 10**9}
 _WAYS = (("mlp_width",), ("width",), ("mlp_width", "heads"), ("width", "mlp_width", "heads"))
 _DEPTHS = 4
+_NEAR = 0.8  # of the largest candidate: a smaller one wastes the budget
 _STEPS, _LEAST = 32, 8  # a size is cut to so many of 32 parts: at least a quarter is kept
 
 
@@ -64,6 +65,8 @@ def candidates(teacher: Any, wanted: ShrinkConfig) -> list[ShrinkConfig]:
             fitting = next((one for one in tried if count(one) <= budget), None)
             if fitting is not None and fitting not in found:
                 found.append(fitting)
+    largest = max(map(count, found), default=0)
+    found = [one for one in found if count(one) >= _NEAR * largest]
     if not found:
         smallest = by_depth[-1]
         if has_widths:

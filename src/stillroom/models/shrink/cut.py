@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +21,9 @@ from stillroom.core.errors import BrokenAtStart, ConfigError
 from stillroom.core.types import Batch, Detail
 from stillroom.models.anatomy import anatomy_of, in_eval_mode, layers_of
 from stillroom.models.load import not_finite_advice
+from stillroom.models.routers import Gate
 from stillroom.models.shrink.budget import Counter, candidates
+from stillroom.models.shrink.experts import Kept, choose_experts, gates_to_cut, kept_rows, without_experts
 from stillroom.models.shrink.layer_choice import (
     BUDGET_CPU,
     BUDGET_GPU,
@@ -136,12 +139,17 @@ def check_layers(teacher: Any, student: Any, layers: Sequence[int], *, with_numb
 
 
 @torch.no_grad()
-def check_logits(teacher: Any, student: Any, layers: Sequence[int]) -> None:
-    """Raise if the student's logits, with or without a cache, differ from the teacher's without its other layers."""
+def check_logits(
+    teacher: Any, student: Any, layers: Sequence[int], gates: Sequence[Gate] = (), experts: Kept | None = None
+) -> None:
+    """Raise if the student's logits, with or without a cache, differ from the teacher's without its other layers.
+
+    `experts` are those kept of a mixture with these gates.
+    """
     device, dtype = next(teacher.parameters()).device, next(teacher.parameters()).dtype
     ids = torch.arange(2, 2 + _NUM_TRIED).remainder(student.get_output_embeddings().weight.shape[0]).unsqueeze(0)
     bypass = Bypass(teacher)
-    with bypass.without(set(range(bypass.num_layers)) - set(layers)):
+    with bypass.without(set(range(bypass.num_layers)) - set(layers)), without_experts(gates, experts or {}):
         expected = bypass.logits(ids.to(device)).cpu()
     if not bool(expected.isfinite().all()):
         raise BrokenAtStart(
@@ -161,7 +169,7 @@ def check_logits(teacher: Any, student: Any, layers: Sequence[int]) -> None:
             raise cannot_be_cut(
                 teacher,
                 f"with layers {list(layers)} its logits differ by {error_rms:.2g} of their spread from the teacher's "
-                "with the other layers left out",
+                f"with the other layers {'and experts ' if experts else ''}left out",
                 _advice(teacher),
             )
 
@@ -231,28 +239,35 @@ def cut(
 
 
 def _cut(teacher: Any, wanted: ShrinkConfig, batches: list[Batch], choice: Choice | None, tell: Tell) -> Cut:
+    def without(layers: tuple[int, ...]) -> AbstractContextManager[None]:
+        return Bypass(teacher).without(set(range(len(blocks_of(teacher)))) - set(layers))
+
     def measured(layers: tuple[int, ...]) -> Importance:
-        removed = set(range(len(blocks_of(teacher)))) - set(layers)
-        with Bypass(teacher).without(removed):  # rank for the student, not for the whole teacher
+        with without(layers):  # rank for the student, not for the whole teacher
             return measure(teacher, batches)
 
     def make(sizes: ShrinkConfig, layers: tuple[int, ...], importance: Importance | None) -> Any:
         keep = Keep() if importance is None else choose(teacher, sizes, importance, layers)
         student = built(teacher, layers, lambda text: shrink_config(text, sizes)).float()
         _undo_rescaling(teacher)
-        _check_fit(teacher, student, _fill(teacher, student, layers, keep))
+        _check_fit(teacher, student, _fill(teacher, student, layers, keep, experts))
         return student
 
+    gates = gates_to_cut(teacher, wanted.experts) if wanted.experts else []
+    experts: Kept = {}
     if choice is None and wanted.to:
         choice = _choose_to_budget(teacher, wanted, batches, tell, measure=measured, make=make)
     elif choice is None:
         texts = passages(batches, CHOICE_TOKENS, next(teacher.parameters()).device)
         choice = choose_layers(teacher, wanted, texts, Fit(teacher), tell)
     layers, wanted = choice.layers, wanted.model_copy(update=choice.sizes)
+    if gates:
+        with without(layers):
+            experts = choose_experts(teacher, gates, wanted.experts, batches)
     student = make(wanted, layers, measured(layers) if wanted.cuts_width else None)
-    check_layers(teacher, student, layers, with_numbers=not wanted.cuts_width)
+    check_layers(teacher, student, layers, with_numbers=not (wanted.cuts_width or gates))
     if not wanted.cuts_width:
-        check_logits(teacher, student, layers)
+        check_logits(teacher, student, layers, gates, experts)
     student.generation_config = copy.deepcopy(teacher.generation_config)
     return Cut(student, choice, _summary(teacher, student, layers, wanted))
 
@@ -289,11 +304,11 @@ def _choose_to_budget(
         rows.append(
             {"layers": one.layers, **sizes, "parameters": parameters, "loss": mean_loss(student.to(device), texts)}
         )
-    best = min(range(len(rows)), key=lambda place: (rows[place]["loss"], place))
-    row = rows[best]
+    row = min(rows, key=lambda row: row["loss"])  # of equals the first
+    others = ", ".join(f"{one['loss']:.3f}" for one in rows if one is not row)
     why = (
         f"of {len(rows)} students within {wanted.to} the one with the lowest loss on {num_scored(texts):,} tokens, "
-        f"{row['loss']:.3f}; by depth alone it is {rows[0]['loss']:.3f} with {rows[0]['layers']} layers"
+        f"{row['loss']:.3f}; the others have {others}"
     )
     return replace(
         choice,
@@ -311,7 +326,7 @@ def _affordable(texts: list[Passage], parameters: int, device: torch.device) -> 
 
 
 @torch.no_grad()
-def _fill(teacher: Any, student: Any, layers: tuple[int, ...], keep: Keep) -> list[str]:
+def _fill(teacher: Any, student: Any, layers: tuple[int, ...], keep: Keep, experts: Kept) -> list[str]:
     """Copy the teacher's weights into the student. Return the names of tensors without a counterpart of their shape."""
     source, prefix = teacher.state_dict(), _prefix(teacher)
     misfits = []
@@ -321,6 +336,8 @@ def _fill(teacher: Any, student: Any, layers: tuple[int, ...], keep: Keep) -> li
             number, rest = name.removeprefix(prefix).split(".", 1)
             layer, origin = int(number), f"{prefix}{layers[int(number)]}.{rest}"
         weight: Tensor | None = source.get(origin)
+        if weight is not None and experts:
+            weight = kept_rows(origin, weight, len(target) if target.ndim else 0, experts)
         weight = None if weight is None else shrink_tensor(name, weight.float(), keep, layer)
         if weight is None or weight.shape != target.shape:
             misfits.append(name)
@@ -361,7 +378,12 @@ def _check_fit(teacher: Any, student: Any, misfits: list[str]) -> None:
 def _summary(teacher: Any, student: Any, layers: tuple[int, ...], wanted: ShrinkConfig) -> str:
     before, after = anatomy_of(teacher), anatomy_of(student)
     parts = [f"layers {', '.join(map(str, layers))} of {before.num_layers}"]
-    for name, value in (("width", wanted.width), ("mlp width", wanted.mlp_width), ("heads", wanted.heads)):
+    for name, value in (
+        ("width", wanted.width),
+        ("mlp width", wanted.mlp_width),
+        ("heads", wanted.heads),
+        ("experts", wanted.experts),
+    ):
         if value:
             parts.append(f"{name} {value:,}")
     dtype = str(next(teacher.parameters()).dtype).removeprefix("torch.")

@@ -33,6 +33,8 @@ CALIBRATION_BATCHES = 8  # of training data that the importance of widths is mea
 # Families whose blocks match the table below exactly, and whose forward pass uses no other width.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names of their number in configurations
+
 # The axes of each tensor, by the end of its name. The size of a head is never cut.
 _AXES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"(embed_tokens|lm_head)\.weight$", ("vocabulary", "width")),
@@ -227,6 +229,9 @@ def _student_name(name: str, layers: Sequence[int]) -> str:
 
 def shrink_config(config: Any, wanted: ShrinkConfig) -> None:
     """Write the new sizes into a configuration, and the size of a head, which would else be derived from the width."""
+    for name in EXPERTS:
+        if wanted.experts and name in vars(config):
+            setattr(config, name, wanted.experts)
     if not wanted.cuts_width:
         return
     groups = int(config.num_attention_heads) // int(config.num_key_value_heads)
