@@ -31,7 +31,7 @@ from stillroom.precision.device import deterministic, find_device, teacher_dtype
 from stillroom.telemetry import EventLog, SilentLog
 from stillroom.telemetry.events import Listening, Stages
 from stillroom.telemetry.trackers import open_tracking
-from stillroom.training import rounds
+from stillroom.training import cut_rounds
 from stillroom.training import run_folder as run_folder
 from stillroom.training.build import build_run
 from stillroom.training.checkpoint import CheckpointStore, Mark, Saved
@@ -277,7 +277,7 @@ def steps(
                 return result_or_error(Result(claim.folder, finished, already_finished=True))
             notes = (*notes, doubt) if doubt else notes
             options: dict[str, Any] = {"accepts": accept_changed_inputs, "extends": max_steps is not None}
-            if not rounds.is_one_run(claim.config):
+            if not cut_rounds.is_one_run(claim.config):
                 _check_rounds(claim, parallel)
                 for number in range(1, claim.config.student.shrink.rounds):
                     told = yield from _round(claim, number, parallel, where, stop, inject, listeners, **options)
@@ -295,7 +295,7 @@ def _check_rounds(claim: Claim, parallel: Parallel) -> None:
             where="student.shrink.rounds",
             advice=["--set student.shrink.rounds=1"],
         )
-    rounds.of_round(claim.config, claim.folder, 1)  # refuses too few steps
+    cut_rounds.of_round(claim.config, claim.folder, 1)  # refuses too few steps
     if not claim.is_resumed:
         claim.describe()
 
@@ -311,7 +311,7 @@ def _round(
     **options: Any,
 ) -> Generator[Step, None, str]:
     """Train a round before the last in its own folder, or read its result. Return a note for the log."""
-    config, folder = rounds.of_round(claim.config, claim.folder, number), rounds.folder_of(claim.folder, number)
+    config, folder = cut_rounds.of_round(claim.config, claim.folder, number), cut_rounds.folder_of(claim.folder, number)
     name = f"round {number} of {claim.config.student.shrink.rounds}"
     with run_folder.owned(folder, config) as own:
         summary = run_folder.read_summary(folder)[0] if own.is_resumed else {}
@@ -325,7 +325,7 @@ def _round(
             return_unused_memory()
         result_or_error(Result(folder, summary))
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    return rounds.told(name, summary)
+    return cut_rounds.told(name, summary)
 
 
 def _extend(claim: Claim, finished: Mapping[str, Any], max_steps: int, parallel: Parallel) -> str:
@@ -340,7 +340,7 @@ def _extend(claim: Claim, finished: Mapping[str, Any], max_steps: int, parallel:
         )
     if claim.sender is not None:
         raise ConfigError("a finished run in a store cannot be continued", where="max_steps", advice=["copy it here"])
-    if not rounds.is_one_run(claim.config):
+    if not cut_rounds.is_one_run(claim.config):
         raise ConfigError(
             "a finished run that was cut in rounds cannot be continued: their steps are shares of all",
             where="max_steps",
@@ -376,7 +376,7 @@ def _run(
     extends: bool,
 ) -> Generator[Step, None, Result]:
     """Load, build, train and finish a run in a claimed folder. `accepts`: with other inputs than before."""
-    folder, config = claim.folder, rounds.last_round(claim.config, claim.folder)
+    folder, config = claim.folder, cut_rounds.last_round(claim.config, claim.folder)
     refuse_missing(*_data_specs(config))  # before the models, which take longer
     saved, mark = newest_state(folder, config, parallel) if claim.is_resumed else (None, None)
     check, stages = InputCheck(saved, accepts, parallel), Stages(Listening(listeners if parallel.is_first else ()))

@@ -12,10 +12,10 @@ from stillroom.precision.device import find_device
 from stillroom.telemetry import EventLog
 from stillroom.training import run_folder as run_folder
 from stillroom.training.build import build_run
+from stillroom.training.cut_rounds import last_round
 from stillroom.training.distill import newest_checkpoint, precision_of, restore_checkpoint
 from stillroom.training.models import load_models
 from stillroom.training.recover import Facts, find_windows, load_window, locate
-from stillroom.training.rounds import last_round
 from stillroom.training.run import Run, RunState
 from stillroom.training.run_folder import NONE, Trust
 from stillroom.training.step import attempt

@@ -31,6 +31,7 @@ from stillroom.precision.policy import POLICIES
 from stillroom.teachers.several import live_models
 from stillroom.telemetry import EventLog
 from stillroom.training.build import build_run, make_loader
+from stillroom.training.cut_rounds import is_one_run, sized
 from stillroom.training.memory import (
     AIM,
     COPY,
@@ -46,7 +47,6 @@ from stillroom.training.memory import (
 )
 from stillroom.training.models import load_models
 from stillroom.training.rollouts import seconds_of_answer
-from stillroom.training.rounds import is_one_run, sized
 from stillroom.training.run import RunState
 from stillroom.training.schedule import windows_in
 from stillroom.training.step import train_step

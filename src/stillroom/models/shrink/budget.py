@@ -5,6 +5,7 @@ Four depths, from the one that alone meets the budget to all layers, and at each
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,11 +86,17 @@ def _family(teacher: Any) -> str:
 
 
 def _narrowed(teacher: Any, plain: ShrinkConfig, depth: int, way: Sequence[str], part: int) -> ShrinkConfig:
-    """A student whose sizes are `part` of 32 of the teacher's, rounded down to what matrices and GGUF's blocks like."""
+    """A student whose sizes are `part` of 32 of the teacher's, rounded down to what fast matrices like.
+
+    Some families refuse a width that is not a multiple of the number of heads.
+    """
     config = teacher.config.get_text_config()
-    heads = int(config.num_attention_heads)
-    wholes = {"width": int(config.hidden_size), "mlp_width": int(config.intermediate_size), "heads": heads}
-    grains = {name: 32 if size >= 256 else 8 if size >= 32 else 1 for name, size in wholes.items()}
-    grains["heads"] = heads // int(config.num_key_value_heads)
-    sizes = {name: max(1, wholes[name] * part // _STEPS // grains[name]) * grains[name] for name in way}
-    return plain.model_copy(update={"layers": depth, **sizes})
+    heads, neurons = int(config.num_attention_heads), int(config.intermediate_size)
+
+    def rounded(size: int, grain: int) -> int:
+        return max(1, size * part // _STEPS // grain) * grain
+
+    sizes = {"heads": rounded(heads, heads // int(config.num_key_value_heads))}
+    sizes["width"] = rounded(int(config.hidden_size), math.lcm(8, sizes["heads"] if "heads" in way else heads))
+    sizes["mlp_width"] = rounded(neurons, 32 if neurons >= 256 else 8)
+    return plain.model_copy(update={"layers": depth, **{name: sizes[name] for name in way}})

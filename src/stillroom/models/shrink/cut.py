@@ -85,6 +85,8 @@ def built(teacher: Any, layers: Sequence[int], narrow: Callable[[Any], None] = l
     try:
         config = config_of_layers(teacher.config, layers)
         narrow(config.get_text_config())
+        if hasattr(config, "validate"):
+            config.validate()  # as when it is saved, but before it is trained
         if config._attn_implementation == NAME:
             config._attn_implementation = "sdpa"  # ours is set when the student is prepared for training
         return type(teacher)(config)

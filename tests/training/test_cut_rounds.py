@@ -17,9 +17,9 @@ from stillroom.core.errors import ConfigError, InputsChanged, Interrupted
 from stillroom.doctor.plan.plan import find_target, make_plan
 from stillroom.export.card import Origin
 from stillroom.telemetry import read_events
-from stillroom.training import rounds
+from stillroom.training import cut_rounds
+from stillroom.training.cut_rounds import folder_of, last_round, of_round
 from stillroom.training.distill import distill, resume, steps
-from stillroom.training.rounds import folder_of, last_round, of_round
 
 STEPS = 6  # of which the first round has three
 
@@ -132,10 +132,12 @@ def test_the_last_round_cuts_the_student_of_the_one_before(whole: Path) -> None:
 
 def stop_after(number: int, config: Config, folder: Path) -> Interrupted:
     """Stop a run after so many steps, counted over its rounds."""
+    taken = steps(config, folder, device="cpu")
+    for _ in range(number):
+        step = next(taken)
+    step.stop()
     with pytest.raises(Interrupted) as caught:
-        for place, step in enumerate(steps(config, folder, device="cpu"), 1):
-            if place == number:
-                step.stop()
+        next(taken)
     return caught.value
 
 
@@ -163,7 +165,7 @@ def test_a_run_that_is_killed_between_rounds_resumes_to_the_same_student(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(rounds, "told", killed)  # the last thing of a round
+        patch.setattr(cut_rounds, "told", killed)  # the last thing of a round
         with pytest.raises(KeyboardInterrupt):
             distill(settings(deep), tmp_path / "parts", device="cpu")
     tell = lambda event: heard.append(str(event.get("text")))  # noqa: E731
