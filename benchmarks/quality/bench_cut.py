@@ -170,7 +170,7 @@ def sweep_rounds(path: Path) -> None:
             settings |= {"train.learning_rate": rate, "train.seed": seed}
             known = {"key": key, **recovered(settings)}
             found["runs"].append(known)
-            found |= {"versions": versions(), "machine": {**machine(), "threads": torch.get_num_threads()}}
+            found.update(versions=versions(), machine={**machine(), "threads": torch.get_num_threads()})
             path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
             print(json.dumps({name: known[name] for name in ("key", "cut", "recovered", "cpu_seconds")}), flush=True)
         return known
@@ -223,11 +223,11 @@ def draw_rounds(found: Record) -> str:
     where, first = found["machine"], found["runs"][0]
     parts = [
         "# Cut in one round or in several, in depth alone or in width too",
-        f"The embedded teacher (6 layers) and text; held-out loss in nats a token, means over {len(ROUNDS_SEEDS)} seeds; "
-        f"the teacher's is {first['teacher']:.3f}. All arms have {ROUNDS_STEPS} steps in total; each took the better of "
-        f"the learning rates {', '.join(f'{rate:g}' for rate in ROUNDS_RATES)} on its first seed. Differences are paired "
-        "by seed, +- their standard deviation. The rate is chosen on the text that is reported: it favours no arm, but "
-        "the losses are slightly low for all.",
+        f"The embedded teacher (6 layers) and text; held-out loss in nats a token, means over {len(ROUNDS_SEEDS)} "
+        f"seeds; the teacher's is {first['teacher']:.3f}. All arms have {ROUNDS_STEPS} steps in total; each took the "
+        f"better of the learning rates {', '.join(f'{rate:g}' for rate in ROUNDS_RATES)} on its first seed. "
+        "Differences are paired by seed, +- their standard deviation. The rate is chosen on the text that is reported: it favours "
+        "no arm, but the losses are slightly low for all.",
         "\n".join(rows),
         f"{where['cores']} cores, one thread, torch {found['versions']['torch']}. Drawn from `cut_rounds.json` by "
         "`bench_cut.py --rounds`.",
