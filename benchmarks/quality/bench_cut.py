@@ -226,8 +226,8 @@ def draw_rounds(found: Record) -> str:
         f"The embedded teacher (6 layers) and text; held-out loss in nats a token, means over {len(ROUNDS_SEEDS)} "
         f"seeds; the teacher's is {first['teacher']:.3f}. All arms have {ROUNDS_STEPS} steps in total; each took the "
         f"better of the learning rates {', '.join(f'{rate:g}' for rate in ROUNDS_RATES)} on its first seed. "
-        "Differences are paired by seed, +- their standard deviation. The rate is chosen on the text that is reported: it favours "
-        "no arm, but the losses are slightly low for all.",
+        "Differences are paired by seed, +- their standard deviation. The rate is chosen on the text that is reported: "
+        "it favours no arm, but the losses are slightly low for all.",
         "\n".join(rows),
         f"{where['cores']} cores, one thread, torch {found['versions']['torch']}. Drawn from `cut_rounds.json` by "
         "`bench_cut.py --rounds`.",
