@@ -172,7 +172,7 @@ def check_logits(
                 teacher,
                 f"with layers {list(layers)} its logits differ by {error_rms:.2g} of their spread from the teacher's "
                 f"with the other layers {'and experts ' if experts else ''}left out",
-                _advice(teacher),
+                ("leave student.shrink.experts out",) if experts else _advice(teacher),
             )
 
 
@@ -199,7 +199,7 @@ def _advice(teacher: Any) -> tuple[str, ...]:
 
 def _makes_no_model(teacher: Any, layers: Sequence[int], error: Exception) -> ConfigError:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    reason = f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
+    reason = f"{type(error).__name__}: {' '.join(lines[:2]) or 'no reason given'}"
     return cannot_be_cut(teacher, f"with layers {list(layers)} it makes no model ({reason})", _advice(teacher))
 
 
@@ -289,7 +289,7 @@ def _choose_to_budget(
     texts = passages(batches, CHOICE_TOKENS, device)
     deepest = min(found, key=lambda one: one.layers)
     choice = choose_layers(teacher, deepest, texts, Fit(teacher), tell)
-    if len(found) == 1:
+    if len(found) == 1 and not found[0].cuts_width:
         return choice
     texts = _affordable(texts, len(found) * Counter(teacher)(found[0]), device)
     tell(f"choosing among {len(found)} students within {wanted.to} by loss on {num_scored(texts):,} tokens")
