@@ -553,10 +553,53 @@ class ShrinkConfig(Section):
     width: Count = Field(0, description="channels kept, by importance; 0: all")
     mlp_width: Count = Field(0, description="neurons kept in each layer, by importance; 0: all")
     heads: Count = Field(0, description="attention heads kept whole in each layer; 0: all")
+    experts: Count = Field(
+        0, description="experts of a mixture kept in each layer, those with the most routing weight; 0: all"
+    )
+    to: Annotated[str, Field(pattern=r"^(\d+(\.\d+)?[kmbKMB]?)?$")] = Field(
+        "",
+        description="cut layers and widths together to so many parameters, as 80M, or 0.6 of the teacher's; a few "
+        "students of that size are made, and the one with the lowest loss is taken",
+    )
+    rounds: Annotated[int, Field(ge=1, le=5)] = Field(
+        1,
+        description="cut in so many rounds: sizes fall evenly, and each round but the last recovers in RUN/rounds "
+        "before the next cut; train.max_steps and train.epochs are those of all rounds together",
+    )
+    round_share: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.5, description="share of the steps that the rounds before the last take together"
+    )
+    of_layers: tuple[int, ...] = Field(
+        (),
+        description="cut student.model instead of the teacher; its layers were these of the teacher, counted from 0. "
+        "Rounds set it",
+    )
 
     @property
     def cuts_width(self) -> bool:
         return bool(self.width or self.mlp_width or self.heads)
+
+    @field_validator("to", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _chooses_alone(self) -> ShrinkConfig:
+        if self.to and (self.layers or self.cuts_width or self.experts):
+            raise ValueError(
+                "to chooses layers, width, mlp_width and heads: leave them and experts out, or leave to out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_rounds(self) -> ShrinkConfig:
+        if self.rounds > 1 and (self.of_layers or isinstance(self.layers, tuple)):
+            given = "of_layers is set by them" if self.of_layers else "layers is a list: give their number"
+            raise ValueError(f"rounds is {self.rounds}, and {given}")
+        if self.rounds > 1 and not (self.layers or self.to or self.cuts_width or self.experts):
+            raise ValueError(f"rounds is {self.rounds}, and nothing is cut: give layers or to")
+        return self
 
 
 class AdapterConfig(Section):
@@ -600,7 +643,10 @@ class AdapterConfig(Section):
 
 
 class StudentConfig(ModelSection):
-    model: str = Field("builtin:student", description="folder, hub id, or builtin:student; not read with init = shrink")
+    model: str = Field(
+        "builtin:student",
+        description="folder, hub id, or builtin:student; not read where the student is cut from its teacher",
+    )
     init: Literal["auto", "pretrained", "random", "shrink"] = Field(
         "auto",
         description="random: take only the configuration; shrink: cut from the teacher as `shrink` says; "
@@ -665,6 +711,11 @@ class StudentConfig(ModelSection):
                 "leave student.adapter out to train all weights, or leave vocabulary out"
             )
         return self
+
+    @property
+    def reads_model(self) -> bool:
+        """Whether `model` is read: not where the student is cut from its teacher."""
+        return self.init != "shrink" or bool(self.shrink.of_layers)
 
     @property
     def reads_as_teacher(self) -> bool:

@@ -29,6 +29,7 @@ from stillroom.models import (
 )
 from stillroom.models.anatomy import layers_if_any
 from stillroom.models.compile import CompiledBody, CompiledLayers
+from stillroom.models.load import open_teacher
 from stillroom.models.lora import Adapter, outline_of
 from stillroom.models.routers import has_gates
 from stillroom.models.shrink.cut import Cut
@@ -128,11 +129,13 @@ def load_models(
         source = replace(source, own_tokenizer=own_tokenizer)
     kept = corpus = teacher = None
     if is_cut:
-        with stages.stage(f"loading and checking the teacher {config.teacher.model}"):
-            teacher = open_network(config, source, parallel)
-        with stages.stage("cutting the student from the teacher"):
-            cut, corpus = _cut(config, teacher.network, tokenizer, device, folder=folder, parallel=parallel, tell=tell)
-        kept = cut.kept_layers
+        with stages.stage(f"loading and checking {_whole_name(config)}"):
+            is_own = config.student.reads_model
+            whole = _student_to_cut(config, own_tokenizer) if is_own else open_network(config, source, parallel)
+        with stages.stage("cutting the student"):
+            cut, corpus = _cut(config, whole.network, tokenizer, device, folder=folder, parallel=parallel, tell=tell)
+        teacher = None if is_own else whole
+        kept = tuple(config.student.shrink.of_layers[layer] for layer in cut.kept_layers) if is_own else cut.kept_layers
         notes += cut.notes
         student = try_model(cut.model, tokenizer, name=student_name(config), role="student")
     else:
@@ -216,6 +219,28 @@ def _opened(config: Config, tokenizer: Any) -> LoadedModel:
         return take_vocabulary(network, own, tokenizer)
 
     return open_student(config.student, tokenizer, seed=config.train.seed, change=change)
+
+
+def _whole_name(config: Config) -> str:
+    """Name the model that the student is cut from."""
+    return (
+        f"the student {config.student.model}" if config.student.reads_model else f"the teacher {config.teacher.model}"
+    )
+
+
+def _student_to_cut(config: Config, tokenizer: Any) -> LoadedModel:
+    """Load the student of an earlier cut, to be cut again."""
+    of_layers = config.student.shrink.of_layers
+    section = config.teacher.model_copy(update={"model": config.student.model, "revision": config.student.revision})
+    loaded = open_teacher(section, torch.float32, tokenizer)
+    if len(of_layers) != loaded.anatomy.num_layers:
+        raise ConfigError(
+            f"student.shrink.of_layers names {len(of_layers)} layers, and {config.student.model} has "
+            f"{loaded.anatomy.num_layers}",
+            where="student.shrink.of_layers",
+            advice=["name the teacher's layer that each of its layers was, as the cut.json of its run does"],
+        )
+    return loaded
 
 
 def _cut(

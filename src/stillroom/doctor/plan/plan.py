@@ -31,6 +31,7 @@ from stillroom.precision.policy import POLICIES
 from stillroom.teachers.several import live_models
 from stillroom.telemetry import EventLog
 from stillroom.training.build import build_run, make_loader
+from stillroom.training.cut_rounds import is_one_run, sized
 from stillroom.training.memory import (
     AIM,
     COPY,
@@ -110,6 +111,9 @@ def with_processes(target: Target, num_processes: int, strategy: str = "auto", s
 # ---- The plan
 
 
+_IN_ROUNDS = "student.shrink.rounds: memory and time are those of the first round for all steps; later ones take less"
+
+
 @dataclass(frozen=True)
 class Plan:
     target: Target
@@ -172,6 +176,9 @@ def make_plan(
 ) -> Plan:
     """`gpu`: model the time by its published figures. `is_quick`: do not count the data. `probes`: load the models and
     time one real step on this machine."""
+    in_rounds = not is_one_run(config)
+    if in_rounds:
+        config = config.model_copy(update={"student": sized(config, 1)})
     shapes = Shapes(target)
     tell("the models as shapes")
     mode, reason = chosen_mode(config, shapes)
@@ -195,7 +202,10 @@ def make_plan(
     kept, attention = _alternatives(config, shapes, mode, layout.rows)
     return Plan(
         target, mode, reason, layout, totals, kept, attention, fitted, cost, shutil.disk_usage(Path.cwd()).free,
-        (*target.notes, *shapes.notes, *target.sharing.notes, *_of_teachers(config), *_left_out(config)),
+        (
+            *target.notes, *shapes.notes, *target.sharing.notes, *([_IN_ROUNDS] if in_rounds else []),
+            *_of_teachers(config), *_left_out(config),
+        ),
     )  # fmt: skip
 
 
