@@ -140,7 +140,7 @@ test-wheel: dist
 	$(PYTHON) -m venv $(PLACE)
 	$(PLACE)/bin/pip install --quiet -c constraints.txt dist/*.whl
 	cd $(PLACE) && bin/stillroom selftest && bin/stillroom distill --out run
-	$(PLACE)/bin/pip install --quiet -c constraints.txt pytest hypothesis
+	$(PLACE)/bin/pip install --quiet -c constraints.txt "$$(ls dist/*.whl)[peft,quantised]" pytest hypothesis
 	cd $(PLACE) && bin/python -m pytest -p no:cacheprovider $(CURDIR)/tests/examples
 	rm -rf $(PLACE)
 
