@@ -90,7 +90,7 @@ bench-reliability: $(BENCH_STAMP)
 
 # One thread each: the models are too small for two, and a run is then the same on every machine of a kind.
 bench-quality: $(BENCH_STAMP)
-	for name in transfer divergence temperature shrink tokens curriculum sparse crosstok; do \
+	for name in transfer divergence temperature shrink tokens curriculum sparse crosstok optimizers; do \
 	  OMP_NUM_THREADS=1 $(BENCH)/bin/python benchmarks/quality/bench_$$name.py || exit 1; done
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python benchmarks/quality/router/bench_router.py
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python benchmarks/quality/rollouts/bench_rollouts.py
