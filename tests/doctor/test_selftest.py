@@ -60,7 +60,7 @@ def test_everything_that_can_be_chosen_has_a_trial(whole: dict[str, Any]) -> Non
         assert any(trial.startswith(name) for trial in names["divergences"]), name
         assert any(trial.startswith(f"plain, {name}") for trial in names["kernels"]), name
     for mode in POLICIES:
-        assert sum(trial.startswith(f"{mode}:") for trial in names["precision"]) == 4, mode
+        assert sum(trial.startswith(f"{mode}:") for trial in names["precision"]) == 5, mode
 
 
 # -- what is broken is found -----------------------------------------------------------------------------

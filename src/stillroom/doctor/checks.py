@@ -40,7 +40,7 @@ from stillroom.telemetry.wording import (
 NO_LOSS = 1e-3  # an objective below this is nothing: a multiple of it says nothing
 LEAST_CLOSED = 0.5
 MOST_LOOPS = 0.5  # of the samples
-AT_ANY_LENGTH = ("finite_epoch", "balance")
+AT_ANY_LENGTH = ("objective_gap", "finite_epoch", "balance")
 LONGEST_UNIT, LEAST_TURNS, LEAST_LOOP = 40, 4, 8  # of a loop: characters, repetitions, characters
 
 

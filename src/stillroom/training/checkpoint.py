@@ -125,7 +125,7 @@ _MAPS: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary
 
 def drop_pages(tensor: Tensor) -> None:
     """Drop the pages that reading a tensor took, if it is one of `DiskCopies`: they are in its file."""
-    mapped = _MAPS.get(tensor.untyped_storage().data_ptr())
+    mapped = _MAPS.get(tensor.untyped_storage().data_ptr()) if tensor.device.type == "cpu" else None
     if mapped is not None:
         mapped.madvise(mmap.MADV_DONTNEED)
 
