@@ -13,7 +13,7 @@ that was resumed is judged as one:
    Where the teacher reads a context that the student does not, half of the KL divergence from it.
 6. With samples: the student's answers do not end in loops, or no more of them than the teacher's do.
 
-After a few steps, as in a dry run, only the third and fourth are judged: the others ask for what takes longer.
+After a few steps, as in a dry run, only the second, third and fourth are judged: the others ask for what takes longer.
 """
 
 from __future__ import annotations
