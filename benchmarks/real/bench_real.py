@@ -99,11 +99,11 @@ def wanted_jobs(scale: Scale, results: Results, only: set[str]) -> Iterator[tupl
         yield one, set()
     if only == {"write"}:
         return
-    yield ("texts", "all"), writes
+    yield ("text", "all"), writes
     chosen = {name for name in ARMS if not only or name in only}
     chosen |= {ARMS[name].base for name in chosen if ARMS[name].base}
     tried = {ARMS[name].trial for name in chosen if ARMS[name].trial}
-    texts: set[Job] = {("texts", "all")}
+    texts: set[Job] = {("text", "all")}
     for name in ("teacher", "cut"):
         yield ("arm", name, 0), texts
     for name in trials():
@@ -130,8 +130,8 @@ def _choice(name: str) -> set[Job]:
 def _trial_jobs(scale: Scale, results: Results, name: str) -> Iterator[tuple[Job, set[Job]]]:
     """Its timing, then rates: the first ones at once, further ones by what was found."""
     for one in _choice(name):
-        yield one, {("texts", "all")}
-    yield ("timing", name), {("texts", "all"), *_choice(name)}
+        yield one, {("text", "all")}
+    yield ("timing", name), {("text", "all"), *_choice(name)}
     first = RATES[: scale.num_rates]
     for rate in first:
         yield ("trial", name, rate), {("timing", name)}
@@ -214,7 +214,7 @@ def work(wanted: argparse.Namespace, job: Job) -> None:
     match job:
         case ("write", kind):
             made = place.write(kind)
-        case ("texts", _):
+        case ("text", _):
             made = one_arm.run_texts(place)
         case ("choice", name):
             made = one_arm.run_choice(place, name)

@@ -36,12 +36,11 @@ from stillroom.models.load import in_eval_mode
 from stillroom.precision import resolve
 from stillroom.telemetry.record import scan_events
 from stillroom.training.distill import distill
-from stillroom.training.evaluate import evaluate
+from stillroom.training.evaluate import Evaluation, evaluate
 from stillroom.training.models import load_models
 from stillroom.training.write_cache import make_cache
 
 CPU = torch.device("cpu")
-_EVAL_ROWS = 4
 _NLL, _BYTES = COLUMNS.index("nll"), COLUMNS.index("bytes")
 _ROUNDS_TIMED = 3  # times as many steps of an arm with rounds are timed: a few of them are rollouts
 
@@ -278,15 +277,14 @@ def judge(place: Place, loaded: LoadedModel) -> Record:
     """Held-out bits per byte on each text, by document, and the answers to the prompts."""
     began = time.process_time()
     found: Record = {"parameters": loaded.anatomy.num_parameters}
+    found["dev_bits_per_byte"] = _scored(loaded, place.texts.dev, place.scale.dev_batches).bits_per_byte
     for name, path in place.held_out().items():
-        held_out = open_eval(str(path), loaded.tokenizer, DataConfig(train=str(path), max_length=LENGTH)).evaluation
-        batches = list(fixed_batches(held_out, _EVAL_ROWS, 0))
-        result = evaluate(loaded.as_student(), batches, precision=resolve("fp32", CPU))
+        result = _scored(loaded, path, 0)
         row = result.yardsticks()
         found[name] = {
             "bits_per_byte": row["bits_per_byte"],
             "interval": row["intervals"].get("bits_per_byte"),
-            "tokens": sum(batch.num_scored for batch in batches),
+            "tokens": result.tokens,
             "documents": {
                 document: [round(float(sums[_NLL]), 4), int(sums[_BYTES])]
                 for document, sums in result.ledger._sums.items()
@@ -295,6 +293,13 @@ def judge(place: Place, loaded: LoadedModel) -> Record:
         }
     answers = _answers(loaded, place.scale.num_prompts)
     return {**found, "answers": answers, "judge_cpu_seconds": round(time.process_time() - began, 1)}
+
+
+def _scored(loaded: LoadedModel, path: Path, num_batches: int) -> Evaluation:
+    held_out = open_eval(str(path), loaded.tokenizer, DataConfig(train=str(path), max_length=LENGTH)).evaluation
+    return evaluate(
+        loaded.as_student(), list(fixed_batches(held_out, ROWS, num_batches)), precision=resolve("fp32", CPU)
+    )
 
 
 def _answers(loaded: LoadedModel, most: int) -> list[Record]:
