@@ -29,15 +29,17 @@ class Scale:
     trial_share: float  # of an arm's CPU seconds, for each rate
     timing_steps: int
     evaluations: int  # of an arm while it trains
+    arm_overhead: float  # CPU seconds of loading, evaluating, saving and judging, of each trained arm
+    trial_overhead: float  # of each run of a trial or timing
 
 
 NIGHT = Scale(
     "night", 8.0, 3, 600_000, {"chat": 100_000, "plain": 60_000}, 8,
-    {"test": 24_000, "stories": 12_000, "far": 12_000}, 220, 3, 2, 1 / 16, 8, 8,
+    {"test": 24_000, "stories": 12_000, "far": 12_000}, 220, 3, 2, 1 / 16, 8, 8, 240.0, 60.0,
 )  # fmt: skip
 SMALL = Scale(
     "small", 1 / 3, 1, 30_000, {"chat": 2_000, "plain": 2_000}, 2,
-    {"test": 3_000, "stories": 2_000, "far": 2_000}, 40, 2, 0, 1 / 4, 3, 2,
+    {"test": 3_000, "stories": 2_000, "far": 2_000}, 40, 2, 0, 1 / 4, 3, 2, 60.0, 25.0,
 )  # fmt: skip
 SCALES = {scale.name: scale for scale in (NIGHT, SMALL)}
 
@@ -46,7 +48,7 @@ WRITE: dict[str, dict[str, Any]] = {
     "chat": {"write.start": "template", "write.max_new_tokens": 128, "write.temperature": 0.8, "write.top_p": 0.95},
     "plain": {"write.start": "documents", "write.start_tokens": 24, "write.max_new_tokens": 192, "write.top_p": 0.95},
 }
-WRITE_ROWS = 128  # written at once; a part is so many prompts
+WRITE_ROWS = 64  # written at once, and the prompts of a part
 
 SHARED: dict[str, Any] = {
     "student.init": "shrink",

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from arms import ARMS, Scale, order, trials
 
-ARM_OVERHEAD = 240.0  # CPU seconds of loading, evaluating, saving and judging, of each trained arm
-TRIAL_OVERHEAD = 60.0  # of each run of a trial or timing
 MOST_USED = 0.9  # of the time: what is planned from a timing is met within a tenth
 
 
@@ -20,7 +18,7 @@ def arm_seconds(scale: Scale, hours: float, workers: int) -> float:
     timings = sum(arm.is_trained for arm in ARMS.values())
     num_rates = len(trials()) * (scale.num_rates + scale.more_rates / 2)
     units = sum(arm.share for arm in trained) + num_rates * scale.trial_share
-    over = ARM_OVERHEAD * len(trained) + TRIAL_OVERHEAD * (num_rates + timings)
+    over = scale.arm_overhead * len(trained) + scale.trial_overhead * (num_rates + timings)
     seconds = (hours * 3600 * workers * MOST_USED - over) / units
     if seconds <= 0:
         raise SystemExit(f"{hours:g} hours are spent by loading and judging alone ({over / 3600:.1f} CPU hours)")

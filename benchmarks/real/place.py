@@ -129,7 +129,7 @@ class Place:
         settings: Record = {"write.seed": number, "write.max_prompts": WRITE_ROWS, "write.batch_size": WRITE_ROWS}
         if kind == "plain":
             settings["write.prompts"] = str(self._starts(number))
-        config = {"teacher.model": str(self.model), "teacher.dtype": "bfloat16", **WRITE[kind], **settings}
+        config = {"teacher.model": str(self.model), "teacher.dtype": "float32", **WRITE[kind], **settings}
         out.parent.mkdir(parents=True, exist_ok=True)
         made = write_text(load_config(overrides=config), out, device="cpu", on_progress=tick)
         tick({})
