@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping
@@ -99,10 +100,11 @@ class Place:
         for number in range(PARTS):
             if sum(about["tokens"] for about in done) >= wanted:
                 break
-            parts.append(self.folder / "written" / f"{kind}-{number:03}.jsonl")
+            parts.append(self._parts / f"{kind}-{number:03}.jsonl")
             done.append(self._write_part(kind, number, parts[-1]))
         out = self.written(kind)
         lines = [json.loads(line) for part in parts for line in part.read_text(encoding="utf-8").splitlines()]
+        out.parent.mkdir(parents=True, exist_ok=True)
         partial = out.with_suffix(".partial")
         partial.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
         partial.replace(out)
@@ -113,6 +115,12 @@ class Place:
             "settings": WRITE[kind], "examples": [line.get("messages") or line["prompt"] + line["completion"]
                                                   for line in lines[:3]],
         }  # fmt: skip
+
+    @property
+    def _parts(self) -> Path:
+        """The folder of what is written with the present settings."""
+        settings = json.dumps([WRITE, WRITE_ROWS], sort_keys=True).encode()
+        return self.folder / f"written-{hashlib.sha256(settings).hexdigest()[:8]}"
 
     def _write_part(self, kind: str, number: int, out: Path) -> Record:
         """One part, and the CPU seconds that it took over all starts."""
@@ -140,7 +148,7 @@ class Place:
 
     def _starts(self, number: int) -> Path:
         """The paragraphs that a part begins with; none serves twice."""
-        path = self.folder / "written" / f"starts-{number:03}.jsonl"
+        path = self._parts / f"starts-{number:03}.jsonl"
         lines = self.texts.starts.read_text(encoding="utf-8").splitlines()
         chosen = lines[number * WRITE_ROWS : (number + 1) * WRITE_ROWS]
         if not chosen:
