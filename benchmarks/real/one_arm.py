@@ -58,7 +58,7 @@ def run_choice(place: Place, name: str) -> Record:
     """Choose the layers of an arm once: every run of it then has them, and their CPU seconds are counted in its."""
     folder = place.work / "choices" / name
     folder.mkdir(parents=True, exist_ok=True)
-    load_models(place.config(ARMS[name], **PLAIN), CPU, folder=folder)
+    load_models(place.config(ARMS[name]), CPU, folder=folder)
     return dict(json.loads((folder / "cut.json").read_text(encoding="utf-8")))
 
 
@@ -68,7 +68,7 @@ def run_timing(place: Place, name: str) -> Record:
     steps = place.scale.timing_steps * (_ROUNDS_TIMED if _has_rounds(arm) else 1)
     over, asked = _lasting(steps, 1), Record()
     if arm.epochs_stored:
-        over["data.train_share"] = min(1.0, steps * ROWS * LENGTH / _num_tokens(place))
+        over["data.max_records"] = ROWS * steps  # of each source: enough for these steps
         asked = _asked(place, arm, folder.with_name(f"{name}-answers"), **over)
         over["teacher.cache"] = str(folder.with_name(f"{name}-answers"))
     _trained(_config(place, arm, **over), folder)
