@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping
@@ -100,7 +99,7 @@ class Place:
         for number in range(PARTS):
             if sum(about["tokens"] for about in done) >= wanted:
                 break
-            parts.append(self._parts / f"{kind}-{number:03}.jsonl")
+            parts.append(self.folder / "written" / f"{kind}-{number:03}.jsonl")
             done.append(self._write_part(kind, number, parts[-1]))
         out = self.written(kind)
         lines = [json.loads(line) for part in parts for line in part.read_text(encoding="utf-8").splitlines()]
@@ -115,12 +114,6 @@ class Place:
             "settings": WRITE[kind], "examples": [line.get("messages") or line["prompt"] + line["completion"]
                                                   for line in lines[:3]],
         }  # fmt: skip
-
-    @property
-    def _parts(self) -> Path:
-        """The folder of what is written with the present settings."""
-        settings = json.dumps([WRITE, WRITE_ROWS], sort_keys=True).encode()
-        return self.folder / f"written-{hashlib.sha256(settings).hexdigest()[:8]}"
 
     def _write_part(self, kind: str, number: int, out: Path) -> Record:
         """One part, and the CPU seconds that it took over all starts."""
@@ -148,7 +141,7 @@ class Place:
 
     def _starts(self, number: int) -> Path:
         """The paragraphs that a part begins with; none serves twice."""
-        path = self._parts / f"starts-{number:03}.jsonl"
+        path = self.folder / "written" / f"starts-{number:03}.jsonl"
         lines = self.texts.starts.read_text(encoding="utf-8").splitlines()
         chosen = lines[number * WRITE_ROWS : (number + 1) * WRITE_ROWS]
         if not chosen:
@@ -170,4 +163,5 @@ class Place:
         }
         if any(name.startswith("rollouts.") for name in arm.settings):
             given["rollouts.prompts"] = str(self.written("chat"))
-        return load_config(overrides={**given, **SHARED, **arm.settings, **over})
+        shared = {name: value for name, value in SHARED.items() if not (arm.base and name.startswith("student."))}
+        return load_config(overrides={**given, **shared, **arm.settings, **over})
