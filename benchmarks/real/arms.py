@@ -34,7 +34,7 @@ class Scale:
 
 
 NIGHT = Scale(
-    "night", 8.0, 3, 600_000, {"chat": 29_000, "plain": 66_000}, 8,
+    "night", 8.0, 3, 600_000, {"chat": 28_000, "plain": 60_000}, 8,
     {"test": 24_000, "stories": 12_000, "far": 12_000}, 220, 3, 2, 1 / 16, 8, 8, 240.0, 60.0,
 )  # fmt: skip
 SMALL = Scale(
