@@ -134,12 +134,14 @@ dist: $(STAMP)
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/python scripts/check_wheel.py dist/*
 
-# The wheel by itself, outside of the repository: the self-test, and the demo.
+# The wheel by itself, outside of the repository: the self-test, the demo, and a dry run of every example.
 test-wheel: dist
 	$(eval PLACE := $(shell mktemp -d))
 	$(PYTHON) -m venv $(PLACE)
 	$(PLACE)/bin/pip install --quiet -c constraints.txt dist/*.whl
 	cd $(PLACE) && bin/stillroom selftest && bin/stillroom distill --out run
+	$(PLACE)/bin/pip install --quiet -c constraints.txt pytest hypothesis
+	cd $(PLACE) && bin/python -m pytest -p no:cacheprovider $(CURDIR)/tests/examples
 	rm -rf $(PLACE)
 
 # The lowest versions that pyproject.toml declares: the self-test, and a dry run of the demo.

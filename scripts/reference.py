@@ -143,12 +143,17 @@ def configuration() -> str:
 
 def option_row(option: Any) -> str:
     if option.param_type_name == "argument":
-        return f"| `{cell((option.metavar or option.name.upper()).strip('[]'))}` | | {cell(option.help or '')} |"
+        return f"| `{cell((option.metavar or option.name.upper()).strip('[]'))}` | | {help_of(option)} |"
     names = "`" + "`, `".join([*option.opts, *option.secondary_opts]) + "`"
     default = option.default() if callable(option.default) else option.default
     is_plain = isinstance(default, str | int | float) and not isinstance(default, bool) and default != ""
     given = f"`{default}`" if is_plain else ""
-    return f"| {names} | {given} | {cell(option.help or '')} |"
+    return f"| {names} | {given} | {help_of(option)} |"
+
+
+def help_of(option: Any) -> str:
+    """The help with the options it names as code, which is not broken after its hyphens."""
+    return re.sub(r"(?<![`\w-])--[a-z][\w-]*", r"`\g<0>`", cell(option.help or ""))
 
 
 def command_part(name: str, command: Any) -> str:

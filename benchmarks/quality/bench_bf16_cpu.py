@@ -40,7 +40,7 @@ REAL: dict[str, Any] = {
     "data.train": "builtin:stdlib",
     "data.train_share": 0.08,
     "data.max_length": 256,
-    "train.batch_size": 4,
+    "train.batch_size": 1,
     "train.max_steps": STEPS,
     "train.learning_rate": 3e-4,
     "train.compile": "off",

@@ -141,7 +141,7 @@ def train(job: Job, model: Any, source: Teacher | None, lessons: Lessons | None 
     """The product's step, by hand: score, backward, clip, update."""
     config, lessons = job.config(), lessons or Lessons.of(job)
     student = Student(model, vocab_size=lessons.vocab_size, is_described=True)
-    precision = resolve("fp32")
+    precision = resolve("fp32", config=config.precision)
     planned = make_objectives(config, model, getattr(source, "model", None), nets.CPU, matched=lessons.matched)
     optimizer = make_optimizer(model, precision, config, planned)
     loader = Loader(lessons.train, batch_size=texts.BATCH, seed=job.seed)

@@ -6,7 +6,7 @@
 Each run is a process of its own that loads the models, reads the data, trains and saves: Stillroom with a teacher
 that is asked once and stored (`teacher.cache = "auto"`, writing included), Stillroom with a live teacher, and trl's
 GKD trainer. Contenders take turns. `whole` does not train for 100,000 tokens: it takes runs of 4 and 12 steps and one
-of three passes over 4, and extends their seconds to 98 steps a pass, start and end counted once. On a machine that
+of three passes over 4, and extends their CPU seconds to 98 steps a pass, start and end counted once. On a machine that
 others use, OMP_NUM_THREADS=1 and CPU seconds still say something.
 """
 
@@ -172,24 +172,19 @@ def whole(mode: str) -> None:
     steps = -(-100_000 // size.tokens)
     book["steps_a_pass"], book["extended"] = steps, {}
     for name in (CACHED, LIVE, PEER):
-        rows: dict[str, float] = {}
-        for clock in ("cpu", "wall"):
-            first, longer, thrice = (
-                book["runs"][f"{key} / {name}"][clock] for key in (f"{few} / 1", f"{more} / 1", f"{few} / 3")
-            )
-            a_step, a_later_step = (longer - first) / (more - few), (thrice - first) / (2 * few)
-            start = first - few * a_step
-            rows |= {
-                f"{clock} of start and end": start,
-                f"{clock} a step": a_step,
-                f"{clock} a later step": a_later_step,
-            }
-            for passes in (1, 3):
-                rows[f"{clock} of {passes}"] = start + steps * a_step + (passes - 1) * steps * a_later_step
+        first, longer, thrice = (
+            book["runs"][f"{key} / {name}"]["cpu"] for key in (f"{few} / 1", f"{more} / 1", f"{few} / 3")
+        )
+        a_step, a_later_step = (longer - first) / (more - few), (thrice - first) / (2 * few)
+        start = first - few * a_step
+        rows = {"cpu of start and end": start, "cpu a step": a_step, "cpu a later step": a_later_step}
+        for passes in (1, 3):
+            rows[f"cpu of {passes}"] = start + steps * a_step + (passes - 1) * steps * a_later_step
         book["extended"][name] = rows
     for rows in book["extended"].values():
-        rows |= {f"{key}, speed against trl": book["extended"][PEER][key] / rows[key]
-                 for key in ("cpu of 1", "cpu of 3", "wall of 1", "wall of 3")}  # fmt: skip
+        rows |= {
+            f"{key}, speed against trl": book["extended"][PEER][key] / rows[key] for key in ("cpu of 1", "cpu of 3")
+        }
     path.write_text(json.dumps(book, indent=1) + "\n")
     for name, rows in book["extended"].items():
         print(f"  {name:40s}", {word: round(value, 2) for word, value in rows.items()})

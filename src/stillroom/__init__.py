@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from stillroom.config import Config, load_config
 from stillroom.core.errors import StillroomError
+from stillroom.core.quiet import quiet_imports
 
 if TYPE_CHECKING:
     from stillroom.api import (
@@ -67,6 +68,8 @@ __all__ = [
     "training",
     "write_cache",
 ]
+
+quiet_imports()
 
 # Module and attribute of each name that is loaded on first use.
 _LATE = {

@@ -70,15 +70,21 @@ def distill(
 ) -> Result:
     """Distil a teacher into a student and write the report.
 
-    `out` is a folder or the address of a store (s3://...). Give a configuration, or the parts of one; parts win over
-    the configuration and the preset, and `settings` are its dotted keys (`{"train.max_steps": 100}`). Models are names,
-    transformers models, or pairs (model, tokenizer); data are names or iterables of records. Objects are left as they
-    are: they are written to `inputs/` of the run's folder, and a copy of the student is trained. Without `out`, a new
-    folder below `runs` is made; one that holds an unfinished run of the same configuration and the same objects is
-    resumed.
+        result = stillroom.distill(teacher="org/large", student="org/small", data="texts.jsonl", out="runs/mine")
+        print(result)
+        model, tokenizer = result.load_student()
 
-    `on_event` is called with each event of the run, a dictionary with the keys of `events.jsonl`. `progress` shows the
-    run on standard output; by default in a terminal and in a notebook only.
+    - `config`: of `stillroom.load_config`; the arguments below win over it, and over `preset`.
+    - `out`: a folder or the address of a store (s3://...); by default a new folder below `runs`. An unfinished run of
+      the same configuration and the same objects in it is resumed.
+    - `teacher`, `student`: names, transformers models, or pairs (model, tokenizer). `data`, `eval_data`: names or
+      iterables of records. Objects are left as they are: they are written to `inputs/` of the run's folder, and a
+      copy of the student is trained.
+    - `preset`: a name of `stillroom presets`. `settings`: dotted keys, `{"train.max_steps": 100}`.
+    - `device`: "cpu", "cuda", "cuda:1"; "auto" uses a GPU if there is one.
+    - `on_event`: called with each event of the run, a dictionary with the keys of `events.jsonl`.
+    - `progress`: show the run on standard output; by default in a terminal and in a notebook only.
+    - `inject`: faults for a test, such as "nan_weight@3".
 
     A signal or a time limit saves and raises `Interrupted`; in a notebook the result is returned, with the status
     `interrupted`, and `stillroom.resume(result.folder)` continues it.

@@ -40,12 +40,15 @@ _TOLERANCE = 0.05  # of the logits' spread, between a model's own logits and tho
 
 
 class DistillTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
-    """A `Trainer` whose loss is Stillroom's. Give `teacher`, or `cache`: a folder that `stillroom cache` wrote.
+    """A `Trainer` whose loss is Stillroom's.
 
-    `objectives` are settings below `objectives` of a configuration: `{"kd.divergence": "jsd", "kd.temperature": 2.0,
-    "ce.weight": 0.5}`; ramps follow the training's progress. All other arguments are the Trainer's. Its log has the
-    unweighted means of the terms, `kd` and `ce`, and `bad_teacher_rows`, positions that were taught by their labels
-    because the teacher's answer was not finite or not stored. Rows are padded on the right, one text each.
+    - `teacher`: a name or a model; or `cache`: a folder that `stillroom cache` wrote.
+    - `objectives`: settings below `objectives` of a configuration, `{"kd.divergence": "jsd", "kd.temperature": 2.0,
+      "ce.weight": 0.5}`; ramps follow the training's progress.
+    - All other arguments are the Trainer's. Rows are padded on the right, one text each.
+
+    The log has the unweighted means of the terms, `kd` and `ce`, and `bad_teacher_rows`, positions that were taught by
+    their labels because the teacher's answer was not finite or not stored.
     """
 
     def __init__(

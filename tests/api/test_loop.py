@@ -120,6 +120,25 @@ def test_a_weight_that_was_set_is_kept_by_resume(world: Path, tmp_path: Path) ->
     assert any(one["event"] == "phase" for one in events), "the guard begins its statistics again"
 
 
+def test_a_weight_that_was_set_survives_a_rollback_behind_it(world: Path, tmp_path: Path) -> None:
+    """The steps before it are taken again with it: what a caller asked for is not undone by a fault."""
+    both = {"objectives__kd__weight": 1.0, "objectives__ce__weight": 0.5}
+    run = stillroom.training(config(world, **both), tmp_path / "run", device="cpu", inject="nan_weight@4")
+    taken = list[tuple[int, str, float]]()
+    for step in run:
+        taken.append((step.number, step.verdict, step.weights["ce"]))
+        if step.number == 3 and step.weights["ce"] == 0.5:
+            step.set_weight("ce", 0.125)
+    returned = next(place for place, (_, verdict, _) in enumerate(taken) if verdict == "rollback")
+    again = taken[returned + 1 :]
+    assert again[0][0] <= 3 and [number for number, _, _ in again] == list(range(again[0][0], 7)), "behind step 3"
+    assert [weight for _, _, weight in taken] == [0.5] * 3 + [0.125] * (len(taken) - 3)
+    events = read_events(run.folder / "events.jsonl")
+    assert [one["step"] for one in events if one["event"] == "weight_set"] == [3], "it is not asked for again"
+    saved = sorted((run.folder / "checkpoints").glob("step-*"))[-1]
+    assert '"set_weights": {"ce": 0.125}' in " ".join((saved / "state.json").read_text().split())
+
+
 def test_a_finished_run_continues_to_more_steps(world: Path, tmp_path: Path) -> None:
     first = stillroom.distill(config(world), tmp_path / "run", device="cpu")
     with refused(ConfigError, "max_steps", "6"):

@@ -12,6 +12,8 @@ import tiny
 from commands import Command, arguments
 from process_jobs import command
 
+from stillroom.core.errors import CommandUnusable, ConfigError, UnknownCommand
+
 
 def test_a_typo_in_a_key(stillroom: Command, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("[train]\nlerning_rate = 1e-3\n")
@@ -19,6 +21,28 @@ def test_a_typo_in_a_key(stillroom: Command, tmp_path: Path) -> None:
     assert code == 2 and "train.lerning_rate" in err and "did you mean train.learning_rate?" in err
     assert "run.toml" in err
     assert not (tmp_path / "runs").exists(), "nothing is created for a run that cannot begin"
+
+
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [
+        (["distil"], "stillroom distill?"),
+        (["trian", "run.toml"], "stillroom distill?"),
+        (["evla", "--json"], "stillroom eval?"),
+        (["xyzzy"], ""),
+    ],
+)
+def test_a_mistyped_command_is_an_unknown_command_with_the_nearest_one(
+    stillroom: Command, words: list[str], near: str
+) -> None:
+    code, _out, err = stillroom(*words)
+    assert code == 2 and UnknownCommand.title in err and words[0] in err and near in err
+    assert ConfigError.title not in err and ("did you mean" in err) == bool(near)
+
+
+def test_a_mistyped_option_is_a_fault_of_the_command_line(stillroom: Command) -> None:
+    code, _out, err = stillroom("distill", "--max-stepz", "3")
+    assert code == 2 and CommandUnusable.title in err and "--max-stepz" in err
 
 
 def test_a_missing_configuration(stillroom: Command, tmp_path: Path) -> None:

@@ -236,3 +236,19 @@ train = [
 def test_without_a_model_or_a_run_s_file_it_is_asked_for(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, _out, err = run(capsys, "data", spec)
     assert code == 2 and "--model" in err
+
+
+def test_what_the_teacher_alone_reads_is_shown(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A context of the configuration or of the record; records without one are shown as ever."""
+    own = {"prompt": "Tom said ", "completion": '"Hi"', "teacher_prompt": "Tom, who is polite, said "}
+    path = tmp_path / "own.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in (own, {**own, "teacher_prompt": None})))
+    words = ("data", str(path), "--model", str(folder), "--set", "data.chat=off")
+    first, second = json.loads(run(capsys, *words, "--json")[1])["rows"]
+    assert first["teacher_context"] == own["teacher_prompt"] and "teacher_context" not in second
+    shown = run(capsys, *words)[1]
+    assert own["teacher_prompt"] in shown and shown.count("-- before the first scored text") == 1
+    both = json.loads(run(capsys, *words, "--json", "--set", 'data.teacher_prefix="Be kind. "')[1])["rows"]
+    assert [row["teacher_context"] for row in both] == ["Be kind. Tom, who is polite, said ", "Be kind. Tom said "]

@@ -33,7 +33,7 @@ def refusal(config: DataConfig, tokenizer: Any) -> DataError:
     with pytest.raises(DataError) as caught:
         open_data(config, tokenizer)
     assert caught.value.exit_code == 2
-    assert caught.value.advice and all(caught.value.advice)
+    assert caught.value.advice and all(caught.value.advice) and caught.value.where
     return caught.value
 
 
@@ -270,3 +270,28 @@ def test_a_loader_needs_rows_and_sizes(tmp_path: Path, tokenizer: Any) -> None:
         Loader(corpus.evaluation, batch_size=0)
     with pytest.raises(IndexError):
         Loader(corpus.evaluation, batch_size=1).window(-1)
+
+
+# -- where it was given ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["missing.jsonl", "none-*.jsonl", "empty.jsonl", "odd.xyz", "cut.jsonl.gz", "builtin:no"]
+)
+def test_a_file_that_cannot_be_read_is_told_with_the_setting_that_names_it(
+    name: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    good = write(tmp_path / "good.jsonl", *GOOD)
+    for made in ("empty.jsonl", "odd.xyz"):
+        (tmp_path / made).touch()
+    (tmp_path / "cut.jsonl.gz").write_bytes(b"\x1f\x8b\x08")
+    spec = name if name.startswith("builtin") else str(tmp_path / name)
+    assert refusal(DataConfig(train=spec), tokenizer).where == "data.train"
+    assert refusal(DataConfig(train=good, eval=spec), tokenizer).where == "data.eval"
+    with pytest.raises(DataError) as caught:
+        open_eval(spec, tokenizer, DataConfig(train=good))
+    assert caught.value.where == "data", "an argument of eval and export"
+    if name not in ("empty.jsonl", "cut.jsonl.gz"):  # those are there
+        with pytest.raises(DataError) as caught:
+            sources.refuse_missing(("rollouts.prompts", spec))
+        assert caught.value.where == "rollouts.prompts"

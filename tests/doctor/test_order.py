@@ -138,6 +138,28 @@ def test_a_weak_teacher_of_a_weaker_student_is_not_off_its_domain() -> None:
     assert "teacher_off_domain" not in found(110.0) and "teacher_off_domain" in found(1500.0)
 
 
+@pytest.mark.parametrize(("last", "exit_code"), [(9.0, 0), (3.0, 22)])
+def test_a_run_that_its_rate_drove_away_is_not_blamed_on_the_teacher(last: float, exit_code: int) -> None:
+    """A teacher near a guess explains labels that got less likely, not an objective that rises."""
+
+    def found(loss: float, code: int) -> list[Finding]:
+        terms = {"kd": {"raw": 1.0, "weight": 1.0, "scaled": 1.0, "share": 1.0}}
+        losses = [3.0] * 10 + [loss] * 10
+        steps = [step(number, terms=terms, train_loss=one) for number, one in enumerate(losses, start=1)]
+        first = {"event": "first_forward", "vocabulary": 2048}
+        evaluation = {"event": "eval", "step": 20, "perplexity": 9e4, "terms": {}}
+        rows = {"teacher": {"perplexity": 1500.0}, "student_before": {"perplexity": 2000.0}}
+        end = {"event": "run_end", "status": "diverged", "exit_code": code, "reason": "so"}
+        return diagnose(case(first, *steps, evaluation, end, config={"train": {"learning_rate": 3.0}}, **rows))
+
+    blamed = found(last, exit_code)
+    assert [one.cause for one in blamed][:2] == ["rate_too_high", "teacher_off_domain"]
+    assert {"rate_too_high", "teacher_off_domain"} <= {one.cause for one in roots(blamed)}
+    taught = found(3.0, 0)
+    assert taught[0].cause == "teacher_off_domain" and "rate_too_high" in {one.cause for one in taught}
+    assert "rate_too_high" not in {one.cause for one in roots(taught)}
+
+
 def test_one_refused_batch_or_one_without_targets_is_a_hint() -> None:
     skips = [
         {"event": "guard", "step": 3, "action": "skip", "reason": "no scored target in the batch"},

@@ -10,11 +10,15 @@ import pytest
 import tiny
 import torch
 from packed_texts import LENGTHS, batch_of, texts
+from refusals import refused
 from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from stillroom.core.errors import ConfigError
 from stillroom.core.types import Batch, Needs
 from stillroom.models import try_model
 from stillroom.models.student import NAME, block_mask, packing_error, positions_of, sequences_of, show_attention
+from stillroom.training.models import check_packing
 
 # The attention each of them uses here: ours without a mask, sdpa with masks of its own, and eager.
 CAN = {"llama": NAME, "deepseek_v3": NAME, "opt": NAME, "gemma3_text": "sdpa", "llama4_text": "sdpa", "gptj": "eager"}
@@ -40,7 +44,7 @@ def test_packed_texts_have_the_loss_of_each_alone(family: str) -> None:
     joined = student.observe(replace(packed, segments=None), Needs()).hidden
     change = (joined - student.observe(packed, Needs()).hidden).abs().max() / joined.std()
     assert float(change) > 1e-2, "without borders the texts do change each other"
-    assert packing_error(loaded.network) < 1e-5
+    assert max(packing_error(loaded.network)) < 1e-5
 
 
 @torch.no_grad()
@@ -79,7 +83,7 @@ def test_gradients_of_packed_texts_are_those_of_each_alone_with_checkpointing_to
 @pytest.mark.parametrize("family", CANNOT)
 def test_a_family_whose_texts_leak_is_found(family: str) -> None:
     loaded = try_model(families.build(family), tiny.tokenizer(), name=family, role="student")
-    assert packing_error(loaded.network) > 1e-2
+    assert packing_error(loaded.network)[0] > 1e-2
 
 
 def test_positions_and_sequences_begin_anew_with_each_text() -> None:
@@ -96,3 +100,27 @@ def test_parts_and_keys_of_a_packed_batch_keep_the_borders() -> None:
     packed = batch_of(texts())
     assert [part.segments.tolist() for part in packed.parts(2)] == [[row] for row in packed.segments.tolist()]  # type: ignore[union-attr]
     assert packed.keys != replace(packed, segments=None).keys
+
+
+@pytest.mark.parametrize("leak", [False, True])
+def test_rounding_of_bf16_is_no_leak_and_a_leak_in_bf16_is_refused(leak: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thirty layers round by more than two do, so what is allowed is measured with the model that is asked."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 30, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=tiny.VOCAB, initializer_range=0.15, **sizes)
+    network = LlamaForCausalLM(config).to(torch.bfloat16)
+    loaded = try_model(network, tiny.tokenizer(), name="deep", role="teacher")
+
+    def open_mask(segments: torch.Tensor) -> torch.Tensor:
+        mask = block_mask(segments)
+        mask[..., -1, 0] = True  # the last text sees a token of the first
+        return mask
+
+    if leak:
+        monkeypatch.setattr("stillroom.models.student.block_mask", open_mask)
+        with refused(ConfigError, "data.packing", "teacher"):
+            check_packing("teacher", loaded)
+    else:
+        check_packing("teacher", loaded)
+        error, rounding = packing_error(loaded.network)
+        assert 0.05 < error <= 2 * rounding, "rounding of more than two layers have"

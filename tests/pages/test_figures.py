@@ -130,3 +130,14 @@ def test_a_figure_without_a_source_is_told(tmp_path: Path, page: str) -> None:
     (tmp_path / "result.json").write_text('{"x": 2.04}', encoding="utf-8")
     new, wrong = figures.checked(page, tmp_path)
     assert new == page and wrong
+
+
+def test_no_line_begins_with_a_mark() -> None:
+    """A comment at the beginning of a line ends the paragraph before it on the site."""
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in figures.pages()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if re.match(r"\s*<!--f\d+-->", line)
+    ]
+    assert not found

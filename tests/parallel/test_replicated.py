@@ -123,6 +123,26 @@ def test_two_processes_learn_labels_alone_beside_distilled_text_as_one_does(worl
     assert float((a - b).norm() / a.norm()) < 1e-6
 
 
+@pytest.mark.parametrize(
+    "teacher",
+    [{"teacher__model": "self", "student__adapter__rank": 4}, {"teacher__model": "ema", "teacher__ema_decay": 0.5}],
+    ids=["self", "ema"],
+)
+def test_two_processes_teach_themselves_as_one_does(world: Path, tmp_path: Path, teacher: dict[str, Any]) -> None:
+    """The base under the adapter, or the average of the student, is the same in both."""
+    over = {**teacher, "objectives__feature__weight": 0.0, "objectives__attention__weight": 0.0, "train__max_steps": 4}
+    both = pair(arguments(world, tmp_path / "two", **over))
+    assert codes(both) == [0, 0], both
+    one = settings(world, train__gradient_accumulation_steps=2, **over)
+    distill(load_config(overrides=one), tmp_path / "one", device="cpu")
+    for key in ("train_loss", "grad_norm"):
+        expected, found = losses(tmp_path / "one", key), losses(tmp_path / "two", key)
+        assert max(abs(a / b - 1) for a, b in zip(found, expected, strict=True)) < 1e-6, key
+    events = read_events(tmp_path / "two" / "events.jsonl")
+    taught = [event["terms"]["kd"]["raw"] for event in events if event["event"] == "step"]
+    assert taught[0] == pytest.approx(0.0, abs=1e-6) and taught[-1] > 1e-6, "the student has left its teacher"
+
+
 def test_two_processes_resume_bit_for_bit(world: Path, tmp_path: Path) -> None:
     """With dropout, whose random numbers differ between the processes. With another student both are refused."""
     student = tiny.save_model(tmp_path / "student", "gpt2", num_layers=1)

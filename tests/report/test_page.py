@@ -144,6 +144,29 @@ def test_the_verdict_is_one_plain_sentence(values: dict[str, float | None], word
     assert words in said and said.count(".") == bool(words) and bool(said) == bool(words)
 
 
+def test_the_verdict_on_a_dry_run_is_that_it_is_too_short(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", num_steps=60)
+    whole = verdict(RunRecord.load(folder))
+    kept = [line for line in (folder / "events.jsonl").read_text().splitlines() if json.loads(line).get("step", 0) <= 5]
+    (folder / "events.jsonl").write_text("\n".join(kept) + "\n")
+    assert "too few" in verdict(RunRecord.load(folder)) and "too few" not in whole
+
+
+@pytest.mark.parametrize(("kl", "words"), [(0.1, "worked: 75%"), (0.5, "did not help"), (None, "")])
+def test_a_teacher_in_context_is_compared_by_what_it_answers(tmp_path: Path, kl: float | None, words: str) -> None:
+    """The labels may be as likely as before, or less."""
+    folder = write_run(tmp_path / "run", num_steps=60)
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    next(one for one in events if one["event"] == "run_start").setdefault("data", {})["teacher_contexts"] = 9
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["student"] |= {"perplexity": 2500.0, "bits_per_byte": 5.0, "kl": kl}
+    summary["student_before"] |= {"kl": 0.4}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    said = verdict(RunRecord.load(folder))
+    assert words in said and bool(said) == bool(words)
+
+
 @pytest.mark.parametrize(
     ("changes", "wanted"),
     [

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -98,6 +100,28 @@ def test_copies_on_disk_are_the_same_bits_and_leave_no_file(tmp_path: Path) -> N
         kept = newest.tensors["student"][name]
         assert kept.dtype == tensor.dtype and torch.equal(kept, tensor)
     assert list(tmp_path.iterdir()) == [] and not said
+
+
+def _resident_kilobytes(address: int) -> int:
+    """Of the mapping that holds an address, as Linux tells."""
+    is_inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if ends := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            is_inside = int(ends[1], 16) <= address < int(ends[2], 16)
+        elif is_inside and line.startswith("Rss:"):
+            return int(line.split()[1])
+    raise AssertionError("nothing is mapped there")
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="asks Linux")
+def test_copies_on_disk_take_no_memory_after_a_checkpoint_was_written_from_them(tmp_path: Path) -> None:
+    kept = DiskCopies(tmp_path, print).copy({name: torch.ones(1 << 23) for name in "abc"})
+    places = []
+    for part in as_safetensors(kept):
+        assert bytes(part)  # reads every page
+        places.append(_resident_kilobytes(kept["a"].data_ptr()))
+    assert max(places) <= 17 * 1024 and _resident_kilobytes(kept["a"].data_ptr()) == 0
+    assert all(bool((tensor == 1).all()) for tensor in kept.values())
 
 
 def test_a_copy_that_the_disk_does_not_take_is_kept_in_memory_and_said(tmp_path: Path) -> None:

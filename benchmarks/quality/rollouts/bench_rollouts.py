@@ -3,11 +3,11 @@
 python benchmarks/quality/rollouts/bench_rollouts.py [run | select | draw]
 
 Each arm tries its learning rates on its first seed, keeps the best by greedy answers to dev prompts, and runs the other
-seeds with it. An arm has as many steps as fit into the CPU seconds of the reference (rounds of 16 with forward KL), by
-the cost of a step measured in short trials of both in turn. A trial sees the long answers of a student that has learned
-nothing, so over a whole run rounds take fewer seconds than that: the table has what was spent. The last student counts,
-not the best. A run that is in the results is not repeated. `select` follows some runs and tells which student each
-`eval.select` would have kept.
+seeds with it. An arm has as many steps as fit into the CPU seconds of 240 steps of a short trial of the reference
+(rounds of 16 with forward KL), by the cost of its own steps measured in turn. The answers of a student that has learned
+nothing are long, so the steps of rounds are measured over half a run. The table has what was spent. The last student
+counts, not the best. A run that is in the results is not repeated. `select` follows some runs and tells which student
+each `eval.select` would have kept.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ HERE = Path(__file__).parent
 CACHE, RESULTS = HERE / ".cache", HERE / "results"
 TEACHER, STUDENT = (96, 4), (48, 3)  # width, layers
 TEACHER_STEPS, TEACHER_ROWS = 900, 8000
-STEPS, TRIAL_STEPS, ROWS, LENGTH = 240, 32, 16, 48
+STEPS, TRIAL_STEPS, ROUNDS_TRIAL_STEPS, ROWS, LENGTH = 240, 32, 160, 16, 48
 RATES = (4e-3, 8e-3)
 SAMPLES = 16  # texts a prompt that a teacher draws, and that missteps make; on many prompts one
 LEADERS, LEADER_SEEDS = 2, tuple(range(8))  # arms that are run with more seeds
@@ -347,20 +347,20 @@ def school_report(setting: Setting) -> dict[str, float]:
 def cost(setting: Setting, arm: str) -> dict[str, float]:
     """CPU seconds of a step with its part of rounds, of the arm and of the reference; those of text written before."""
 
-    def trial(name: str) -> tuple[float, float]:
-        job = Job(RATES[0], 0, TRIAL_STEPS)
+    def trial(name: str, num_steps: int) -> tuple[float, float]:
+        job = Job(RATES[0], 0, num_steps)
         with tempfile.TemporaryDirectory() as scratch:
             line = train(setting, name, job, Path(scratch))
         before = 0.0 if "rollouts" in line else line["writing_seconds"]
-        return (line["cpu_seconds"] - before) / TRIAL_STEPS, before
+        return (line["cpu_seconds"] - before) / num_steps, before
 
-    (own, before), (reference, _) = trial(arm), trial(REFERENCE)
+    has_rounds = "rollouts.batch_size" in ARMS[arm][1]
+    own, before = trial(arm, ROUNDS_TRIAL_STEPS if has_rounds else TRIAL_STEPS)
+    reference, _ = trial(REFERENCE, TRIAL_STEPS)
     return {"step": round(own, 5), "reference": round(reference, 5), "before": round(before, 2)}
 
 
 def steps_of(book: Book, name: str, arm: str) -> int:
-    if arm == REFERENCE:
-        return STEPS
     found = book.fact(f"cost: {name}: {arm}", lambda: cost(SETTINGS[name], arm))
     return max(TRIAL_STEPS, round((STEPS * found["reference"] - found["before"]) / found["step"]))
 
@@ -492,7 +492,7 @@ def draw(book: Book) -> None:
         "seed agrees and the mean lies beyond twice its standard error. The other columns are means over seeds: right "
         "answers drawn at T 1, KL(student, teacher) on its own text, cross-entropy of gold answers, greedy answers "
         "without an end (loops), tokens of a drawn answer, CPU seconds of training with all writing. Steps were "
-        "planned for equal seconds by short trials; untrained students write long answers, so rounds took less."
+        "planned for equal seconds by trials."
     ]
     for name in SETTINGS:
         if f"teacher: {name}" not in book.facts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import logging
+import difflib
 import os
 import platform
 import signal
@@ -18,7 +18,7 @@ from types import FrameType
 
 from stillroom.cli.main import app, echo, print_json
 from stillroom.config.load import nearest_key
-from stillroom.core.errors import ConfigError, Fault, Interrupted, StillroomError, masked
+from stillroom.core.errors import CommandUnusable, Fault, Interrupted, StillroomError, UnknownCommand, masked
 from stillroom.core.files import reason_of
 from stillroom.core.shortages import explained
 
@@ -109,15 +109,10 @@ def set_allocator() -> None:
 # -- running a command -------------------------------------------------------------------------------------
 
 
-# transformers imports torchao where it is installed, and both print about GPUs and Python versions that are not ours.
-_NOISY_WHEN_IMPORTED = ("torchao", "torch.utils._pytree")
 _STOPPED_AT_ONCE = 130  # Ctrl-C outside of training, and a second one within it
 _TRAINING = ("distill", "resume", "quantise")
 _NOBODY_READS = 141  # as a shell reports a command whose output was closed
-
-
-def _is_error(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
+_OTHER_NAMES = {"train": "distill", "run": "distill", "evaluate": "eval", "quantize": "quantise", "convert": "export"}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -135,8 +130,6 @@ def run_to_its_end(command: Callable[[], int | None], words: Sequence[str]) -> i
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings would interleave with our log
     set_allocator()
-    for name in _NOISY_WHEN_IMPORTED:
-        logging.getLogger(name).addFilter(_is_error)
     try:
         with interrupt_on_signals():
             code = command()
@@ -149,7 +142,7 @@ def run_to_its_end(command: Callable[[], int | None], words: Sequence[str]) -> i
     except KeyboardInterrupt:
         code = _STOPPED_AT_ONCE
     except BaseException as error:  # noqa: BLE001 - the outermost handler, also of panics in Rust: no traceback is shown
-        code = _print_error(_usage_error(error) or fault_of(error, None), words)
+        code = _print_error(_usage_error(error, words) or fault_of(error, None), words)
     if code == _STOPPED_AT_ONCE:
         trains = bool(words) and words[0] in _TRAINING
         _say("stopped" + ("; `stillroom resume RUN` continues a run that had saved a checkpoint" if trains else ""))
@@ -174,18 +167,24 @@ def _say(text: str) -> None:
         echo(text, err=True)
 
 
-def _usage_error(error: BaseException) -> ConfigError | None:
+def _usage_error(error: BaseException, words: Sequence[str]) -> CommandUnusable | None:
     """The error of a command line that typer does not understand; None for any other error."""
     explain = getattr(error, "format_message", None)
     if explain is None:
         return None
-    command = getattr(getattr(error, "ctx", None), "command_path", "stillroom")
-    setting = nearest_key(str(getattr(error, "option_name", "") or "").lstrip("-").replace("-", "_"))
-    parameters = getattr(getattr(getattr(error, "ctx", None), "command", None), "params", ())
-    takes_settings = any(parameter.name == "set_" for parameter in parameters)
+    context, option = getattr(error, "ctx", None), str(getattr(error, "option_name", "") or "")
+    program, command = getattr(context, "command_path", "stillroom"), getattr(context, "command", None)
+    known = {} if option else getattr(command, "commands", {})
+    if name := next((word for word in words if known and not word.startswith("-") and word not in known), ""):
+        near = difflib.get_close_matches(name, [*known, *_OTHER_NAMES], n=1)
+        hint = [f"did you mean {program} {_OTHER_NAMES.get(near[0], near[0])}?"] if near else []
+        advice = [*hint, f"{program} --help lists all commands"]
+        return UnknownCommand(f"there is no command {name!r}", where="command line", advice=advice)
+    setting = nearest_key(option.lstrip("-").replace("-", "_"))
+    takes_settings = any(parameter.name == "set_" for parameter in getattr(command, "params", ()))
     is_setting = takes_settings and setting and "." in setting
     hint = [f"any setting is given with --set: --set {setting}=VALUE"] if is_setting else []
-    return ConfigError(explain(), where="command line", advice=[*hint, f"{command} --help"])
+    return CommandUnusable(explain(), where="command line", advice=[*hint, f"{program} --help"])
 
 
 def _abandon_closed_pipes() -> None:

@@ -559,7 +559,7 @@ _ROUTER_MODE = "teacher.router.mode is {c.teacher.router.mode}"
 _DIVERGENCE = "objectives.kd.divergence is {c.objectives.kd.divergence}, which has no "
 
 RULES: tuple[Rule, ...] = (
-    Rule("student.model student.revision", lambda c: c.student.init != "shrink", "the student is cut"),
+    Rule("student.model student.revision", lambda c: c.student.reads_model, "the student is cut"),
     Rule("teacher.revision", lambda c: is_hub_id(c.teacher.model), "{c.teacher.model} is not a model of a hub"),
     Rule("student.revision", lambda c: is_hub_id(c.student.model), "{c.student.model} is not a model of a hub"),
     Rule(
@@ -601,9 +601,10 @@ RULES: tuple[Rule, ...] = (
         "teacher.router.probe_steps is 0",
     ),
     Rule("student.shrink.*", lambda c: c.student.init == "shrink", "student.init is {c.student.init}"),
+    Rule("student.shrink.round_share", lambda c: c.student.shrink.rounds > 1, "student.shrink.rounds is 1"),
     Rule(
         "student.shrink.method",
-        lambda c: c.student.shrink.layers and isinstance(c.student.shrink.layers, int),
+        lambda c: c.student.shrink.to or (c.student.shrink.layers and isinstance(c.student.shrink.layers, int)),
         "no layers are chosen",
     ),
     Rule(" ".join(f"data.{name}" for name in Layout.model_fields), _needs_layout, "every source has its own layout"),
@@ -621,6 +622,8 @@ RULES: tuple[Rule, ...] = (
     Rule("train.step_rows", lambda c: c.train.batch_size == "auto", "train.batch_size is {c.train.batch_size}"),
     Rule("train.projector_learning_rate", lambda c: c.objectives.inner_weights, "no inner objective is used"),
     Rule("train.min_learning_rate_ratio", lambda c: c.train.schedule != "constant", "train.schedule is constant"),
+    Rule("train.decay_ratio", lambda c: c.train.schedule == "wsd", "train.schedule is {c.train.schedule}"),
+    Rule("train.momentum", lambda c: c.train.optimizer == "muon", "train.optimizer is {c.train.optimizer}"),
     Rule("train.warmup_ratio", lambda c: not c.train.warmup_steps, "train.warmup_steps is {c.train.warmup_steps}"),
     Rule(
         "precision.*loss_scale*",

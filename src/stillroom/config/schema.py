@@ -553,10 +553,53 @@ class ShrinkConfig(Section):
     width: Count = Field(0, description="channels kept, by importance; 0: all")
     mlp_width: Count = Field(0, description="neurons kept in each layer, by importance; 0: all")
     heads: Count = Field(0, description="attention heads kept whole in each layer; 0: all")
+    experts: Count = Field(
+        0, description="experts of a mixture kept in each layer, those with the most routing weight; 0: all"
+    )
+    to: Annotated[str, Field(pattern=r"^(\d+(\.\d+)?[kmbKMB]?)?$")] = Field(
+        "",
+        description="cut layers and widths together to so many parameters, as 80M, or 0.6 of the teacher's; a few "
+        "students of that size are made, and the one with the lowest loss is taken",
+    )
+    rounds: Annotated[int, Field(ge=1, le=5)] = Field(
+        1,
+        description="cut in so many rounds: sizes fall evenly, and each round but the last recovers in RUN/rounds "
+        "before the next cut; train.max_steps and train.epochs are those of all rounds together",
+    )
+    round_share: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.5, description="share of the steps that the rounds before the last take together"
+    )
+    of_layers: tuple[int, ...] = Field(
+        (),
+        description="cut student.model instead of the teacher; its layers were these of the teacher, counted from 0. "
+        "Rounds set it",
+    )
 
     @property
     def cuts_width(self) -> bool:
         return bool(self.width or self.mlp_width or self.heads)
+
+    @field_validator("to", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _chooses_alone(self) -> ShrinkConfig:
+        if self.to and (self.layers or self.cuts_width or self.experts):
+            raise ValueError(
+                "to chooses layers, width, mlp_width and heads: leave them and experts out, or leave to out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_rounds(self) -> ShrinkConfig:
+        if self.rounds > 1 and (self.of_layers or isinstance(self.layers, tuple)):
+            given = "of_layers is set by them" if self.of_layers else "layers is a list: give their number"
+            raise ValueError(f"rounds is {self.rounds}, and {given}")
+        if self.rounds > 1 and not (self.layers or self.to or self.cuts_width or self.experts):
+            raise ValueError(f"rounds is {self.rounds}, and nothing is cut: give layers or to")
+        return self
 
 
 class AdapterConfig(Section):
@@ -600,7 +643,10 @@ class AdapterConfig(Section):
 
 
 class StudentConfig(ModelSection):
-    model: str = Field("builtin:student", description="folder, hub id, or builtin:student; not read with init = shrink")
+    model: str = Field(
+        "builtin:student",
+        description="folder, hub id, or builtin:student; not read where the student is cut from its teacher",
+    )
     init: Literal["auto", "pretrained", "random", "shrink"] = Field(
         "auto",
         description="random: take only the configuration; shrink: cut from the teacher as `shrink` says; "
@@ -665,6 +711,11 @@ class StudentConfig(ModelSection):
                 "leave student.adapter out to train all weights, or leave vocabulary out"
             )
         return self
+
+    @property
+    def reads_model(self) -> bool:
+        """Whether `model` is read: not where the student is cut from its teacher."""
+        return self.init != "shrink" or bool(self.shrink.of_layers)
 
     @property
     def reads_as_teacher(self) -> bool:
@@ -1334,8 +1385,13 @@ class TrainConfig(Section):
     projector_learning_rate: NonNegative = Field(
         0.0, description="peak rate of the matrices that inner objectives train with the student; 0: the student's"
     )
-    schedule: Literal["cosine", "linear", "constant"] = Field(
-        "cosine", description="how the learning rate falls after the warm-up; cosine ends low, slowly"
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine",
+        description="how the learning rate falls after the warm-up; cosine ends low, slowly; wsd (warm-up, stable, "
+        "decay) stays at its peak and falls by one minus the square root in the last `decay_ratio` of the run",
+    )
+    decay_ratio: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.2, description="of wsd: share of the optimizer steps in which the rate falls"
     )
     min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.1, description="end of the schedule")
     warmup_steps: Count = Field(0, description="optimizer steps; overrides warmup_ratio")
@@ -1343,8 +1399,14 @@ class TrainConfig(Section):
     max_warmup_share: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="share of the optimizer steps that the warm-up takes at most, whatever warmup_steps says"
     )
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw",
+        description="muon: the matrices of the layers follow their orthogonalised momentum, of about AdamW's size; "
+        "embeddings, head, vectors, gates and projectors stay with AdamW",
+    )
+    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="of Muon: memory of the gradient")
     weight_decay: NonNegative = Field(
-        0.01, description="of AdamW, on matrices alone; more where the data is seen often"
+        0.01, description="of AdamW and Muon, on matrices alone; more where the data is seen often"
     )
     beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="of AdamW: memory of the gradient")
     beta2: Annotated[float, Field(ge=0, lt=1)] = Field(
@@ -1437,8 +1499,10 @@ class PrecisionConfig(Section):
         description="chosen from what the device can natively do; on a CPU fp32, or bf16-mixed for a student of 20 "
         "million parameters or more whose products a one-second measurement shows to be faster in BF16",
     )
-    moments: Literal["float32", "bfloat16"] = Field(
-        "float32", description="storage of AdamW's moments; bfloat16 is rounded stochastically and needs no bf16 unit"
+    moments: Literal["float32", "bfloat16", "int8"] = Field(
+        "float32",
+        description="storage of the optimizer's moments; bfloat16 and int8 (codes of matrices with a scale for each "
+        "256) are rounded stochastically and need no unit of that kind",
     )
     initial_loss_scale: Annotated[float, Field(ge=1, le=MOST_FLOAT)] = Field(
         65536.0, description="the largest to begin with: one backward pass before the first step finds what fits"
@@ -1770,6 +1834,8 @@ class Config(Section):
         if self.rollouts is not None:
             self._refuse_with_rollouts(self.rollouts)
         self._selectable()
+        if self.train.optimizer == "muon":
+            self._refuse_with_muon()
         is_whole = self.train.max_warmup_share == 1.0  # else the warm-up is cut to that share
         if is_whole and self.train.max_steps and self.train.warmup_steps >= self.train.max_steps:
             raise ValueError(
@@ -1795,6 +1861,18 @@ class Config(Section):
             raise ValueError(
                 "a sharded student writes no text during a run: leave eval.prompts and eval.tasks out and choose by "
                 "perplexity or objective, or set train.strategy = 'ddp'"
+            )
+
+    def _refuse_with_muon(self) -> None:
+        if self.student.adapter is not None:
+            raise ValueError(
+                "train.optimizer = 'muon' has the matrices of the layers, and under student.adapter they are frozen: "
+                "leave one of both out"
+            )
+        if self.teacher.router.mode == "sar-meta":
+            raise ValueError(
+                "teacher.router.mode = 'sar-meta' looks ahead by second moments, which Muon has not: set "
+                "train.optimizer = 'adamw'"
             )
 
     def _refuse_with_student_as_teacher(self) -> None:

@@ -121,11 +121,33 @@ class StillroomError(Exception):
         return "\n".join(lines)
 
 
+@contextmanager
+def at_setting(setting: str) -> Iterator[None]:
+    """Name the setting as the place of an error of ours that has none."""
+    try:
+        yield
+    except StillroomError as error:
+        error.where = error.where or setting
+        raise
+
+
 class ConfigError(StillroomError):
     """The configuration is not valid or cannot be carried out."""
 
     exit_code = 2
     title = "the configuration cannot be used"
+
+
+class CommandUnusable(ConfigError):
+    """The command line is not understood."""
+
+    title = "the command line is not understood"
+
+
+class UnknownCommand(CommandUnusable):
+    """There is no command of this name."""
+
+    title = "unknown command"
 
 
 class DataError(StillroomError):

@@ -28,6 +28,7 @@ from stillroom.core.errors import OutsideName, masked
 from stillroom.core.locks import Lock, hold
 
 TEMPORARY = ".tmp-"
+ROUNDS = "rounds"  # in a run's folder: the runs that its student was cut in before
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _UNFIT = re.compile(r"[\\\x00-\x1f]|^[A-Za-z]:")  # another system's separators and drives, and control characters
 LARGEST = 2**53  # what every reader of JSON takes for the same whole number

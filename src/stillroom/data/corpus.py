@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from stillroom import builtin as stdlib
 from stillroom.config.schema import DataConfig, SourceConfig
-from stillroom.core.errors import ConfigError, DataError
+from stillroom.core.errors import ConfigError, DataError, at_setting
 from stillroom.core.types import Batch
 from stillroom.data.chat import chat_writer
 from stillroom.data.loader import MixedRows, Part
@@ -190,6 +190,7 @@ def held_out(groups: Digests, share: float, spec: str, *, enough: int = 1) -> Fl
     if len(distinct) < 2:
         raise DataError(
             f"{spec} holds one document only, so nothing of it can be held out",
+            where="data.train",
             advice=["give separate held-out data as data.eval", "give more text"],
         )
     in_order = distinct[np.lexsort((distinct, shares[first]))]
@@ -261,10 +262,11 @@ class SpecReader:
         """Training and held-out documents of each source. Of all sources but embedded ones, split together."""
         train, evaluation, outside = dict[int, Documents](), dict[int, Documents](), dict[int, Documents]()
         for number, source in enumerate(self.config.sources):
-            if source.path.startswith(BUILTIN_PREFIX):
-                train[number], evaluation[number] = self._builtin(source.path)
-            else:
-                outside[number] = self._outside(source, splits_text=True)
+            with at_setting("data.train"):
+                if source.path.startswith(BUILTIN_PREFIX):
+                    train[number], evaluation[number] = self._builtin(source.path)
+                else:
+                    outside[number] = self._outside(source, splits_text=True)
         if outside:
             sides = self._held_out(SourceDocuments([*outside.values()]))
             for side, found in zip((train, evaluation), sides, strict=True):
@@ -286,16 +288,18 @@ class SpecReader:
 
     def training(self) -> SourceDocuments:
         """All documents of `config.train`; of an embedded corpus only the training side."""
-        return SourceDocuments(
-            [
-                self._builtin(source.path)[0] if source.path.startswith(BUILTIN_PREFIX) else self._outside(source)
-                for source in self.config.sources
-            ]
-        )
+        with at_setting("data.train"):
+            return SourceDocuments(
+                [
+                    self._builtin(source.path)[0] if source.path.startswith(BUILTIN_PREFIX) else self._outside(source)
+                    for source in self.config.sources
+                ]
+            )
 
-    def evaluation(self, spec: str) -> Documents:
+    def evaluation(self, spec: str, setting: str) -> Documents:
         is_builtin = spec.startswith(BUILTIN_PREFIX)
-        return self._builtin(spec)[1] if is_builtin else self._outside(self.config.named(spec), is_evaluation=True)
+        with at_setting(setting):
+            return self._builtin(spec)[1] if is_builtin else self._outside(self.config.named(spec), is_evaluation=True)
 
     def _outside(self, source: SourceConfig, *, is_evaluation: bool = False, splits_text: bool = False) -> Documents:
         tally, spec = Tally(), source.path
@@ -397,7 +401,7 @@ def open_data(
     if _is_split(config):
         train, evaluation = reader.both_sides()
     else:
-        train, evaluation = reader.training(), reader.evaluation(str(config.eval))
+        train, evaluation = reader.training(), reader.evaluation(str(config.eval), "data.eval")
         if count := int(np.isin(evaluation.contents(), train.contents()).sum()):
             reader.tally.counters["overlapping_records"] += count
             reader.tally.note(f"{count:,} of {len(evaluation):,} evaluation records also stand in the training data")
@@ -407,17 +411,26 @@ def open_data(
 
 
 def open_eval(
-    spec: str, tokenizer: Tokenizer, config: DataConfig, *, teacher_tokenizer: Tokenizer | None = None
+    spec: str,
+    tokenizer: Tokenizer,
+    config: DataConfig,
+    *,
+    teacher_tokenizer: Tokenizer | None = None,
+    setting: str = "data",
 ) -> Corpus:
-    """Read all of a spec as evaluation data (of an embedded corpus: its held-out side). `train` is empty."""
+    """Read all of a spec as evaluation data (of an embedded corpus: its held-out side). `train` is empty.
+
+    `setting` is where the spec was given, for errors.
+    """
     reader = _reader(config, tokenizer, teacher_tokenizer)
-    return _packed(SourceDocuments([]), reader.evaluation(spec), reader)
+    return _packed(SourceDocuments([]), reader.evaluation(spec, setting), reader)
 
 
 def open_held_out(config: DataConfig, tokenizer: Tokenizer, *, teacher_tokenizer: Tokenizer | None = None) -> Corpus:
     """Read what `open_data` holds out: `eval`, or the share of `train` that the split takes. `train` is empty."""
     if not _is_split(config):
-        return open_eval(str(config.eval), tokenizer, config, teacher_tokenizer=teacher_tokenizer)
+        spec, theirs = str(config.eval), teacher_tokenizer
+        return open_eval(spec, tokenizer, config, teacher_tokenizer=theirs, setting="data.eval")
     reader = _reader(config, tokenizer, teacher_tokenizer)
     return _packed(SourceDocuments([]), reader.both_sides()[1], reader)
 
@@ -478,6 +491,7 @@ def _rows(side: str, documents: Documents, config: DataConfig, encode: Encoder, 
     if len(documents) and not len(rows):
         raise DataError(
             f"the {side} data has {len(encoded.ids):,} tokens and no row with a target to score",
+            where="data.max_length",
             advice=[f"raise data.max_length above {config.max_length}: prompts fill the rows", "give more text"],
         )
     _note_truncation(side, encoded, config.max_length, side_tally)
@@ -492,6 +506,7 @@ def _mixed(train: SourceDocuments, config: DataConfig, encode: Encoder, tally: T
         if not len(own):
             raise DataError(
                 f"no record of {source.path} is left to train on",
+                where="data.train",
                 advice=["give more of it", "leave the source out", "raise data.train_share"],
             )
         part = Part(name, _rows("train", own, config, encode, tally, pad_id), source.weight)

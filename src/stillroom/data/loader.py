@@ -361,7 +361,7 @@ class Loader:
                 advice=["processes are counted from 0, as RANK and WORLD_SIZE of torchrun are"],
             )
         if not len(rows):
-            raise DataError("there is no row to train on", advice=["give data.train a spec with more text"])
+            raise DataError("there is no row to train on", where="data.train", advice=["give a spec with more text"])
         self._rows = rows
         self._batch_size = batch_size
         self._accumulation = accumulation * (initial_world_size or num_ranks)  # over all processes

@@ -55,16 +55,15 @@ def preview(config: DataConfig, tokenizer: Tokenizer, *, num_rows: int, cuts: bo
     `cuts` shows only what `config.max_length` leaves of each document. The summary counts that in any case. Several
     sources have a summary each, in `sources`, and share the documents shown.
     """
-    duplicates = count_duplicates(config)
     if not config.is_mixed:
-        return {**_one(config, tokenizer, num_rows, cuts), "duplicates": duplicates}
+        return {**_one(config, tokenizer, num_rows, cuts), "duplicates": count_duplicates(config)}
     share = -(-num_rows // len(config.sources))  # 0: all
     parts = []
     for source in config.sources:
         part = _one(config.alone(source), tokenizer, share, cuts)
         part["rows"] = [{**row, "source": source.path} for row in part["rows"]]
         parts.append({"path": source.path, "weight": source.weight, "objectives": source.objectives, **part})
-    return _joined(parts, num_rows) | {"max_length": config.max_length, "duplicates": duplicates}
+    return _joined(parts, num_rows) | {"max_length": config.max_length, "duplicates": count_duplicates(config)}
 
 
 def _one(config: DataConfig, tokenizer: Tokenizer, num_rows: int, cuts: bool) -> dict[str, Any]:
@@ -109,11 +108,13 @@ def _joined(parts: Sequence[dict[str, Any]], num_rows: int) -> dict[str, Any]:
 def _row(encoded: Encoded, number: int, tokenizer: Tokenizer, is_shown: npt.NDArray[np.bool_]) -> dict[str, Any]:
     here = slice(int(encoded.bounds[number]), int(encoded.bounds[number + 1]))
     ids, is_scored = encoded.ids[here][is_shown[here]].tolist(), encoded.is_scored[here][is_shown[here]].tolist()
+    context = () if encoded.contexts is None else encoded.contexts.of(number).tolist()
     return {
         "id": encoded.names[number],
         "tokens": len(ids),
         "scored_tokens": sum(is_scored),
         "pieces": token_pieces(tokenizer, ids, is_scored),
+        **({"teacher_context": spell(tokenizer, context)} if context else {}),
     }
 
 

@@ -27,7 +27,7 @@ from typing import IO, Any
 
 from stillroom import builtin as stdlib
 from stillroom.config.schema import READERS, Layout
-from stillroom.core.errors import DataError
+from stillroom.core.errors import DataError, at_setting
 from stillroom.core.files import is_url
 from stillroom.core.remote import local_copy
 from stillroom.data.records import FIELDS, OPTIONAL, Record, Segments, Tally, content_key, is_blank
@@ -144,7 +144,7 @@ def locate(spec: str) -> list[Path]:
     try:
         is_there = path.exists()
     except OSError as error:  # not a valid file name
-        raise DataError(f"{spec[:80]} is not a file name: {error.strerror}", advice=["check data.train"]) from error
+        raise DataError(f"{spec[:80]} is not a file name: {error.strerror}", advice=["name a file"]) from error
     if path.is_dir():
         return _inside(path, spec)
     if is_there:
@@ -157,15 +157,14 @@ def locate(spec: str) -> list[Path]:
     else:
         hub = [f"for the dataset of a hub write hf:{spec}"] if _HUB_NAME.fullmatch(spec) else []
         raise DataError(f"{spec} does not exist", advice=[*hub, *_similar_names(path)])
-    return _with_readers(paths, spec)
+    return _with_readers(paths)
 
 
-def _with_readers(paths: list[Path], spec: str) -> list[Path]:
+def _with_readers(paths: list[Path]) -> list[Path]:
     for file in paths:
         if data_suffix(file) not in READERS:
             raise DataError(
                 f"{file} has the extension {data_suffix(file) or 'of no kind'!r}, which is not read",
-                where=spec if len(paths) > 1 else "",
                 advice=[f"rename or convert it to one of {_read_suffixes()}"],
             )
     return paths
@@ -176,7 +175,7 @@ def _remote(url: str) -> list[Path]:
     folder = _copied(url)
     paths = _files(folder)
     is_file = [path.name for path in paths] == [url.rstrip("/").rpartition("/")[2]]
-    return _with_readers(paths, url) if is_file or glob.has_magic(url) else _inside(folder, url)
+    return _with_readers(paths) if is_file or glob.has_magic(url) else _inside(folder, url)
 
 
 @lru_cache(maxsize=64)
@@ -538,13 +537,17 @@ def is_files(spec: str) -> bool:
     return is_url(spec) or (not spec.startswith(HUB_PREFIX) and not is_saved(Path(spec).expanduser()))
 
 
-def refuse_missing(*specs: str) -> None:
-    """Raise if a spec names an embedded corpus or files that are not there. Read nothing, and ask no hub or store."""
-    for spec in specs:
-        if spec.startswith(BUILTIN_PREFIX):
-            _builtin_name(spec)
-        elif not is_url(spec) and is_files(spec):
-            locate(spec)
+def refuse_missing(*specs: tuple[str, str]) -> None:
+    """Raise if a spec names an embedded corpus or files that are not there. Read nothing, and ask no hub or store.
+
+    Each is (setting, spec).
+    """
+    for setting, spec in specs:
+        with at_setting(setting):
+            if spec.startswith(BUILTIN_PREFIX):
+                _builtin_name(spec)
+            elif not is_url(spec) and is_files(spec):
+                locate(spec)
 
 
 def read_spec(
@@ -566,7 +569,7 @@ def read_files(spec: str, tally: Tally, columns: Collection[str] = ()) -> Iterat
     files = named_files(spec)
     note_unread(spec, [path for path, _ in files], tally)
     for path, name in files:
-        yield from read_file(path, name, tally, spec=spec, is_alone=len(files) == 1, columns=columns)
+        yield from read_file(path, name, tally, is_alone=len(files) == 1, columns=columns)
 
 
 def note_unread(spec: str, paths: list[Path], tally: Tally) -> None:
@@ -606,7 +609,7 @@ def named_files(spec: str) -> list[tuple[Path, str]]:
 
 
 def read_file(
-    path: Path, name: str, tally: Tally, *, spec: str = "", is_alone: bool = True, columns: Collection[str] = ()
+    path: Path, name: str, tally: Tally, *, is_alone: bool = True, columns: Collection[str] = ()
 ) -> Iterator[Item]:
     """The objects of one file. An empty file is refused, or if it is not alone counted as a bad record."""
     is_empty = True
@@ -618,7 +621,7 @@ def read_file(
             yield item
     except OSError as error:
         advice = ["check that the file is whole and that you may read it"]
-        raise DataError(f"{path} cannot be read: {error.strerror or error}", where=spec, advice=advice) from error
+        raise DataError(f"{path} cannot be read: {error.strerror or error}", advice=advice) from error
     is_empty = is_empty and tally.counters["bad_records"] == num_bad
     if is_empty and is_alone:
         raise DataError(f"{path} is empty: no record is in it", advice=["check how it was written or downloaded"])

@@ -128,7 +128,8 @@ def _ordered(found: dict[str, Finding]) -> list[Finding]:
         gravity[rule.name] = min([gravity[rule.name], *(gravity[name] for name in rule.explains if name in found)])
         explained |= set(rule.explains)
     ranks = {rule.name: rank for rank, rule in enumerate(rules)}
-    order = sorted(found, key=lambda name: (gravity[name], name in explained, ranks[name]))
+    own = {name for name, finding in found.items() if finding.is_root}
+    order = sorted(found, key=lambda name: (gravity[name], name not in own, name in explained, ranks[name]))
     return [replace(found[name], severity=SEVERITIES[gravity[name]]) for name in order]
 
 

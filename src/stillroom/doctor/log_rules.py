@@ -10,6 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import cached_property
 from itertools import pairwise
@@ -84,6 +85,11 @@ class Case(Settings):
     def counter(self, name: str) -> float:
         """A counter of the data."""
         return as_number(mapping(self.record.start, "data").get(name)) or 0.0
+
+    @property
+    def has_contexts(self) -> bool:
+        """Whether the teacher reads records after another beginning than the student: context distillation."""
+        return self.counter("teacher_contexts") > 0
 
     @cached_property
     def vocab_size(self) -> int:
@@ -558,7 +564,7 @@ def rate_too_high(case: Case) -> Finding | None:
     if norms:
         clipped = mean([float(norm > bound) for norm in norms])
         parts.append(f"gradients were clipped in {format_percent(clipped, 0)} of the steps")
-    return found(
+    finding = found(
         "problem" if is_worse or case.exit_code == 22 or rise is not None else "warning",
         f"at a peak rate of {format_lr(rate)}: " + "; ".join(parts),
         "lower the learning rate, or warm up for longer",
@@ -572,6 +578,8 @@ def rate_too_high(case: Case) -> Finding | None:
             "nll_last": last,
         },
     )
+    # A poor teacher makes the labels less likely. That the objective itself got worse is the rate's doing.
+    return replace(finding, is_root=rise is not None or case.exit_code == 22)
 
 
 def _spikes_in_a_row(case: Case) -> tuple[list[Event], int]:

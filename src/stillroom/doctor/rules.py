@@ -49,6 +49,7 @@ class Finding:
     numbers: Mapping[str, Any] = field(default_factory=dict)
     cause: str = ""
     subject: str = ""
+    is_root: bool = False  # its evidence does not follow from any other finding
 
     def __post_init__(self) -> None:
         if self.severity != "fine" and not self.advice:
@@ -133,7 +134,7 @@ def roots(findings: Iterable[Finding]) -> list[Finding]:
     findings = list(findings)
     causes = {finding.cause for finding in findings}
     explained = {name for one in TABLE if one.name in causes for name in one.explains}
-    return [finding for finding in findings if finding.cause not in explained]
+    return [finding for finding in findings if finding.is_root or finding.cause not in explained]
 
 
 # -- a configuration -------------------------------------------------------------------------------------

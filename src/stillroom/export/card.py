@@ -98,6 +98,8 @@ class Origin:
         is_hub_id = isinstance(name, str) and key not in local and bool(_HUB_ID.fullmatch(name))
         if is_cut:
             share = f", {layers[0]:,} of {layers[1]:,} layers" if layers else ""
+            rounds = section(student, "shrink").get("rounds", 1)
+            share += f", in {rounds} rounds of cutting and recovering" if rounds != 1 else ""
             return Origin(f"cut from its teacher {short_name(name)}{share}", str(name) if is_hub_id else "")
         if student.get("init") == "random" or name == "builtin:student":
             return Origin(f"random weights in the shape of {short_name(name)}")

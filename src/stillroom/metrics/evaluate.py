@@ -123,7 +123,7 @@ def assess(
     benchmarks = open_tasks(tasks)
     asked = read_questions(questions) if questions is not None else []
     if isinstance(data, str):
-        refuse_missing(data)  # before the models, which take longer
+        refuse_missing(("data", data))  # before the models, which take longer
     where = find_device(device)
     names = {"student": model_name(model), **({"teacher": model_name(teacher)} if teacher is not None else {})}
     opened = {role: _opened(name) for role, name in names.items()}

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from stillroom.core.errors import BrokenAtStart, ConfigError
 from stillroom.core.types import HeadWeights
 from stillroom.data.tokenize import vocabulary_hash as vocabulary_hash
+from stillroom.models.routers import gates_by_structure
 
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma 2, RecurrentGemma, xLSTM
 _LARGE_LOGIT = 64.0  # above the caps in use, which are 15 to 50
@@ -110,6 +111,28 @@ def _decoders(model: Any) -> list[nn.Module]:
 
 def _num_layers(model: Any) -> int:
     return int(model.config.get_text_config().num_hidden_layers)
+
+
+def hidden_matrices(model: Any) -> dict[str, nn.Parameter]:
+    """The trained matrices between embeddings and head that multiply features, by name; experts in one tensor too.
+
+    Not among them: gates, whose rows are experts and not features, and matrices of one row or column.
+    """
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    outside = {id(model.get_output_embeddings().weight), *tables} | {
+        id(model.get_parameter(gate.weight)) for gate in gates_by_structure(model)
+    }
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and id(parameter) not in outside and _multiplies(name, parameter)
+    }
+
+
+def _multiplies(name: str, parameter: Tensor) -> bool:
+    """A state-space layer has matrices of rates, which are not called weights, and filters of one row."""
+    is_matrix = parameter.ndim == 2 and name.endswith(".weight")
+    return (is_matrix or parameter.ndim == 3) and min(parameter.shape[-2:]) > 1
 
 
 def head_of(model: Any, vocab_size: int | None = None) -> HeadWeights:

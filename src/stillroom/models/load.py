@@ -68,7 +68,8 @@ from stillroom.models.files import (
     teacher_identity,
 )
 from stillroom.models.gguf import gguf_config, gguf_network, gguf_tokenizer, packed_network, read_header
-from stillroom.models.shrink.width import config_of_layers
+from stillroom.models.shrink.budget import candidates
+from stillroom.models.shrink.width import config_of_layers, shrink_config
 from stillroom.models.student import NAME as CAUSAL_ATTENTION
 from stillroom.models.student import Student, attend_causally, tie
 
@@ -768,7 +769,13 @@ def student_shape(
     keeps its probabilities."""
     if section.init == "shrink":
         config, notes = described_model(teacher, teacher.model)
-        config = _cut(config, section.shrink)
+        shrink = section.shrink
+        if shrink.to:
+            shrink = candidates(_network(config, teacher, torch.float32), shrink)[0]
+            notes.append(
+                f"student.shrink.to: counted as a student of {shrink.layers} layers; one is chosen by its loss"
+            )
+        config = _cut(config, shrink)
         notes.append("the student is cut from the teacher: its sizes are from the teacher's configuration")
     else:
         config, notes = described_model(section, section.model)
@@ -806,10 +813,7 @@ def _cut(config: Any, shrink: ShrinkConfig) -> Any:
         )
     new = config_of_layers(config, tuple(kept))
     text = new.get_text_config()
-    sizes = {"hidden_size": shrink.width, "intermediate_size": shrink.mlp_width, "num_attention_heads": shrink.heads}
-    for name, size in sizes.items():
-        if size:
-            setattr(text, name, size)
+    shrink_config(text, shrink)
     return new
 
 

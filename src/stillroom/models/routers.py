@@ -54,7 +54,7 @@ class Gate:
 
 def find_gates(model: nn.Module, patterns: Sequence[str] = ()) -> list[Gate]:
     """The gates of a model, in the order of its layers. `patterns` are module names with * and ?."""
-    gates = _by_name(model, patterns) if patterns else _by_structure(model)
+    gates = _by_name(model, patterns) if patterns else gates_by_structure(model)
     if gates:
         return gates
     looked_for = f"modules called {', '.join(patterns)}" if patterns else LOOKED_FOR
@@ -70,7 +70,7 @@ def find_gates(model: nn.Module, patterns: Sequence[str] = ()) -> list[Gate]:
 
 def has_gates(model: nn.Module) -> bool:
     """Whether a model has gates that are found by structure. Reads shapes alone, so fake tensors will do."""
-    return bool(_by_structure(model))
+    return bool(gates_by_structure(model))
 
 
 def describe(gates: Sequence[Gate]) -> str:
@@ -83,7 +83,7 @@ def describe(gates: Sequence[Gate]) -> str:
     return f"{len(gates)} gates that choose {choices}{', with biases' if biases else ''}: {shown}"
 
 
-def _by_structure(model: nn.Module) -> list[Gate]:
+def gates_by_structure(model: nn.Module) -> list[Gate]:
     gates: dict[str, Gate] = {}
     for name, parent in model.named_modules():
         children = dict(parent.named_children())

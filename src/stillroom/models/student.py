@@ -333,8 +333,12 @@ def sequences_of(batch: Batch) -> tuple[Tensor, int]:
 
 
 @torch.no_grad()
-def packing_error(model: Any) -> float:
-    """How far the hidden states of texts in one row differ from those of each text alone, in standard deviations."""
+def packing_error(model: Any) -> tuple[float, float]:
+    """How far the hidden states of texts in one row differ from those of each text alone, in standard deviations.
+
+    And how far they differ by rounding alone: for each text with others after it, which no causal model sees. There
+    only the shapes of the products are others.
+    """
     device = model.get_input_embeddings().weight.device
     num_tokens = int(model.get_input_embeddings().weight.shape[0])
     generator = torch.Generator().manual_seed(_SEED)
@@ -347,8 +351,13 @@ def packing_error(model: Any) -> float:
     with in_eval_mode(model):
         together = body(**model_inputs(model, batch), use_cache=False).last_hidden_state.float()
         alone = [body(input_ids=text, use_cache=False).last_hidden_state.float() for text in texts]
+        followed = [body(input_ids=torch.cat([text, ids], dim=1), use_cache=False).last_hidden_state for text in texts]
     expected = torch.cat(alone, dim=1)
-    return float((together - expected).abs().max() / expected.std().clamp_min(1e-6))
+    rounded = torch.cat(
+        [states[:, : text.shape[1]].float() for states, text in zip(followed, texts, strict=True)], dim=1
+    )
+    spread = expected.std().clamp_min(1e-6)
+    return float((together - expected).abs().max() / spread), float((rounded - expected).abs().max() / spread)
 
 
 # -- length ----------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""AdamW with the arithmetic in FP32 whatever the weights are stored in.
+"""AdamW, and Muon for the matrices that are given to it, in FP32 whatever the weights are stored in.
 
-Loshchilov and Hutter 2019. On FP16 weights the usual implementation divides by an epsilon that FP16 rounds
+AdamW: Loshchilov and Hutter 2019. On FP16 weights the usual implementation divides by an epsilon that FP16 rounds
 to zero and is NaN at the first step; here weights, gradients and moments are FP32 while they are worked on
 and return to their storage afterwards, many tensors at a time. Buckets bound the FP32 scratch.
 """
@@ -18,9 +18,12 @@ from torch.optim.adamw import adamw as adamw_update
 
 from stillroom.core.launch import first_line, triton_doubt, triton_failures
 from stillroom.precision import storage as rounding
-from stillroom.precision.storage import Direct, Gathered, Master, Moment, Rounded, Storage, in_fp32, local
+from stillroom.precision.muon import longest_step as longest_muon_step
+from stillroom.precision.muon import muon_update
+from stillroom.precision.storage import Direct, Gathered, Master, Moment, Rounded, Storage, in_fp32, local, make_moment
 
 _SCRATCH_BYTES = 1 << 27
+MUON_SCRATCH = 28  # bytes for each element
 COUNTS = "num_updates"  # in a checkpoint: the updates of each parameter, in the order of the groups
 
 
@@ -32,6 +35,7 @@ class ParameterGroup:
     learning_rate: float
     parameters: tuple[tuple[str, nn.Parameter], ...]
     in_fp32: bool = False  # in every precision: the matrices of an adapter, projectors
+    by_muon: frozenset[str] = frozenset()  # names of matrices that Muon updates; AdamW has the others
 
 
 @dataclass
@@ -41,7 +45,7 @@ class _Cell:
     name: str
     storage: Storage
     first: Moment
-    second: Moment
+    second: Moment | None  # Muon has one
     decay: float
     num_updates: Tensor  # of this parameter, a scalar that the update itself counts up
     sums_in_fp32: bool = False
@@ -67,14 +71,28 @@ class _Cell:
     def scratch_bytes(self) -> int:
         """What an update of this parameter needs in addition to what is kept."""
         each = self.storage.scratch_bytes
-        each += 2 * self.first.scratch_bytes if self.first.values.dtype != torch.float32 else 0
+        each += MUON_SCRATCH + self.first.scratch_bytes if self.second is None else 2 * self.first.scratch_bytes
         each += 4 if self.known_gradient.dtype != torch.float32 else 0
         return each * self.num_held
 
     @property
     def num_held(self) -> int:
         """Numbers of the parameter that this process holds."""
-        return self.first.values.numel()
+        return self.first.shape.numel()
+
+    @property
+    def moments(self) -> dict[str, Moment]:
+        return {"first": self.first} | ({} if self.second is None else {"second": self.second})
+
+    @property
+    def draws(self) -> dict[str, int]:
+        """Random numbers that writing each moment takes."""
+        return {name: moment.draws for name, moment in self.moments.items()}
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What cells of one bucket have in common."""
+        return self.decay, type(self.storage).__name__, type(self.first).__name__, self.second is None
 
     def accumulate(self, parameter: Tensor) -> None:
         """Move a fresh gradient into the FP32 sum: an FP16 sum would drop what is small compared with it."""
@@ -105,9 +123,10 @@ class AdamW:
         betas: tuple[float, float] = (0.9, 0.95),
         epsilon: float = 1e-8,
         weight_decay: float = 0.01,
+        momentum: float = 0.95,
         seed: int = 0,
     ) -> None:
-        self.betas = betas
+        self.betas, self.momentum = betas, momentum
         self.epsilon = epsilon
         self.seed = seed
         self.num_updates = 0
@@ -119,7 +138,6 @@ class AdamW:
         # what it should be after a hundred of theirs.
         self._counts = torch.zeros(sum(len(group.parameters) for group in groups), device=first.device)
         counts = iter(self._counts.unbind())
-        self._rounds = moment_dtype == torch.bfloat16  # whether moments are rounded stochastically
         self.cells: dict[str, list[_Cell]] = {}
         for group in groups:
             self.cells[group.name] = []
@@ -127,7 +145,9 @@ class AdamW:
                 storage: Storage = Direct(parameter) if group.in_fp32 else store(name, parameter)
                 # Biases and norm weights are not decayed: pulling a gain towards zero is not regularisation.
                 decay = weight_decay if parameter.ndim >= 2 else 0.0
-                first_moment, second_moment = Moment(parameter, moment_dtype), Moment(parameter, moment_dtype)
+                first_moment = make_moment(parameter, moment_dtype, is_second=False)
+                is_muons = name in group.by_muon
+                second_moment = None if is_muons else make_moment(parameter, moment_dtype, is_second=True)
                 cell = _Cell(name, storage, first_moment, second_moment, decay, next(counts))
                 self.cells[group.name].append(cell)
         self._by_parameter = {cell.parameter: cell for cell in self._all_cells()}
@@ -222,29 +242,37 @@ class AdamW:
             return
         kind: Any = type(bucket[0].storage)
         storages = [cell.storage for cell in bucket]
-        firsts, seconds = [cell.first for cell in bucket], [cell.second for cell in bucket]
+        firsts = [cell.first for cell in bucket]
+        seconds = [cell.second for cell in bucket if cell.second is not None]
         weights, gradients = kind.read_all(storages), in_fp32([cell.known_gradient for cell in bucket])
         torch._foreach_mul_(gradients.parts, factor)
-        first, second = Moment.read_all(firsts), Moment.read_all(seconds)
-        _fused_update(
-            weights.parts, gradients.parts, first.parts, second.parts, [cell.num_updates for cell in bucket],
-            rate=rate, decay=bucket[0].decay, betas=self.betas, epsilon=self.epsilon,
-        )  # fmt: skip
+        held, counts, decay = type(firsts[0]), [cell.num_updates for cell in bucket], bucket[0].decay
+        first, second = held.read_all(firsts), held.read_all(seconds) if seconds else None
+        if second is None:
+            muon_update(weights.parts, gradients.parts, first.parts, rate=rate, decay=decay, momentum=self.momentum)
+            torch._foreach_add_(counts, 1)
+        else:
+            _fused_update(
+                weights.parts, gradients.parts, first.parts, second.parts, counts,
+                rate=rate, decay=decay, betas=self.betas, epsilon=self.epsilon,
+            )  # fmt: skip
         bits = self._draw(bucket)
         kind.write_all(storages, weights, bits.get("weights"))
-        Moment.write_all(firsts, first, bits.get("first"))
-        Moment.write_all(seconds, second, bits.get("second"))
+        held.write_all(firsts, first, bits.get("first"))
+        if second is not None:
+            held.write_all(seconds, second, bits.get("second"))
 
     def _update_at_once(self, bucket: list[_Cell], rate: float, factor: float) -> bool:
         """Update by one launch that unscales and writes FP16 copies too. False: the kernel does not serve these."""
         from stillroom.precision import adamw_triton
 
         kind = type(bucket[0].storage)
-        if kind not in (Direct, Gathered, Master):
+        if kind not in (Direct, Gathered, Master) or bucket[0].second is None:
             return False
         weights = [cell.storage.read() for cell in bucket]
         gradients = [cell.known_gradient for cell in bucket]
-        firsts, seconds = [cell.first.values for cell in bucket], [cell.second.values for cell in bucket]
+        firsts = [cell.first.values for cell in bucket]
+        seconds = [cell.second.values for cell in bucket if cell.second is not None]
         halves = [cell.parameter.data for cell in bucket] if kind is Master else []
         if not adamw_triton.serves(weights, gradients, [*firsts, *seconds], halves):
             return False
@@ -258,11 +286,12 @@ class AdamW:
 
     def _draw(self, bucket: list[_Cell]) -> dict[str, Tensor]:
         """The random bits of a bucket in one draw: for each parameter in turn those of its weights and its moments."""
-        streams = [*(["weights"] if bucket[0].storage.draws else []), *(["first", "second"] if self._rounds else [])]
+        held = [{"weights": cell.num_held * cell.storage.draws} | cell.draws for cell in bucket]
+        streams = [name for name, count in held[0].items() if count]
         if not streams:
             return {}
-        num_bits = rounding.BF16_BITS if self._rounds else rounding.FP16_BITS
-        sizes = [cell.num_held for cell in bucket for _stream in streams]
+        num_bits = rounding.FP16_BITS if streams == ["weights"] else rounding.BF16_BITS
+        sizes = [counts[stream] for counts in held for stream in streams]
         drawn = rounding.random_bits(sum(sizes), num_bits, self._generator, bucket[0].parameter.device)
         if len(streams) == 1:
             return {streams[0]: drawn}
@@ -271,6 +300,12 @@ class AdamW:
         if "weights" in found:
             found["weights"].bitwise_and_((1 << rounding.FP16_BITS) - 1)
         return found
+
+    @property
+    def longest_muon_step(self) -> float:
+        """The largest change of a weight in one of Muon's updates, in learning rates; 0 where it has no matrices."""
+        shapes = {cell.first.shape for cell in self._all_cells() if cell.second is None}
+        return max(map(longest_muon_step, shapes), default=0.0)
 
     # -- state -------------------------------------------------------------------------------------------
 
@@ -285,16 +320,16 @@ class AdamW:
         return {cell.name: cell.storage for cell in self._all_cells() if isinstance(cell.storage, Rounded)}
 
     def moments(self) -> Iterator[Tensor]:
+        """Of each moment the tensor in which a value that is not finite shows: its values or its scales."""
         for cell in self._all_cells():
-            yield cell.first.values
-            yield cell.second.values
+            yield from (list(moment.tensors().values())[-1] for moment in cell.moments.values())
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a checkpoint needs in addition to the weights, under stable names."""
         found: dict[str, Tensor] = {COUNTS: self._counts}
         for cell in self._all_cells():
-            found[f"{cell.name}.first"] = cell.first.values
-            found[f"{cell.name}.second"] = cell.second.values
+            for label, moment in cell.moments.items():
+                found |= {f"{cell.name}.{label}{end}": tensor for end, tensor in moment.tensors().items()}
             for name, tensor in cell.storage.extra().items():
                 found[f"{cell.name}.{name}"] = tensor
         return found
@@ -354,25 +389,28 @@ def choose_update(device: torch.device) -> UpdateChoice:
     return UpdateChoice(agrees, "tried" if agrees else "the Triton kernel's numbers differ from torch's")
 
 
-def describe_update(device: torch.device) -> tuple[str, ...]:
-    """Which update a run on a GPU has and why, for its log."""
-    if device.type != "cuda":
-        return ()
-    choice = choose_update(device)
-    said = "one Triton launch for each bucket" if choice.is_at_once else "torch's fused AdamW"
-    return (f"optimizer: {said} ({choice.reason})",)
+def describe_update(optimizer: AdamW) -> tuple[str, ...]:
+    """Which update a run on a GPU has and why, and what Muon has, for its log."""
+    cells, told = [cell for cells in optimizer.cells.values() for cell in cells], []
+    if by_muon := sum(cell.second is None for cell in cells):
+        told.append(f"optimizer: Muon for {by_muon} matrices, AdamW for {len(cells) - by_muon} other parameters")
+    device = cells[0].parameter.device
+    if device.type == "cuda":
+        choice = choose_update(device)
+        said = "one Triton launch for each bucket" if choice.is_at_once else "torch's fused AdamW"
+        told.append(f"optimizer: {said} ({choice.reason})")
+    return tuple(told)
 
 
 def _buckets(cells: list[_Cell]) -> Iterator[list[_Cell]]:
-    """Runs of cells with equal decay and one kind of storage, no larger than their FP32 scratch may be.
+    """Runs of cells of one kind, no larger than their FP32 scratch may be.
 
     Where the update needs no scratch, a run is as long as it is.
     """
     bucket: list[_Cell] = []
     size = 0
-    for cell in sorted(cells, key=lambda cell: (cell.decay, type(cell.storage).__name__)):
-        is_alike = bucket and cell.decay == bucket[0].decay and type(cell.storage) is type(bucket[0].storage)
-        if bucket and not (is_alike and size + cell.scratch_bytes <= _SCRATCH_BYTES):
+    for cell in sorted(cells, key=lambda cell: cell.kind):
+        if bucket and not (cell.kind == bucket[0].kind and size + cell.scratch_bytes <= _SCRATCH_BYTES):
             yield bucket
             bucket, size = [], 0
         bucket.append(cell)

@@ -28,12 +28,16 @@ from stillroom.precision.storage import Direct, Gathered, Master, Rounded, Split
 # Every budget asks here: the choice of a precision by the GPU's memory, and the choice of where snapshots are kept.
 
 
-Moments = Literal["float32", "bfloat16"]
+Moments = Literal["float32", "bfloat16", "int8"]
+_BYTES: dict[Moments, int] = {"float32": 4, "bfloat16": 2, "int8": 1}
 
 
 @dataclass(frozen=True)
 class BytesPerParameter:
-    """Of a matrix. Norm gains and biases have FP32 masters in every FP16 mode; they are too few to be counted."""
+    """Of a matrix. Norm gains and biases have FP32 masters in every FP16 mode; they are too few to be counted.
+
+    The scales of int8 moments are not counted either: a sixty-fourth of their codes.
+    """
 
     # On the device.
     weights: int
@@ -64,19 +68,24 @@ _PARTS = {
 }
 
 
-def bytes_per_parameter(mode: str, moments: Moments = "float32", *, accumulates: bool = False) -> BytesPerParameter:
-    """The parts of a mode. `accumulates`: over several micro-batches, FP16 gradients are summed in FP32."""
+def bytes_per_parameter(
+    mode: str, moments: Moments = "float32", *, accumulates: bool = False, num_moments: int = 2
+) -> BytesPerParameter:
+    """The parts of a mode. `accumulates`: over several micro-batches, FP16 gradients are summed in FP32.
+
+    AdamW has two moments, Muon one.
+    """
     mode, _plus, blocks = mode.partition("+")  # with +blocks: weights are rounded, and have FP32 masters
     weights, extra, gradients, casts = _PARTS[mode]
     extra += 4 if blocks else 0
-    both_moments = 4 if moments == "bfloat16" else 8
+    all_moments = num_moments * _BYTES[moments]
     return BytesPerParameter(
         weights=weights,
         extra=extra,
-        moments=both_moments,
+        moments=all_moments,
         gradients=4 if accumulates else gradients,
         casts=casts,
-        snapshot=weights + extra + both_moments,
+        snapshot=weights + extra + all_moments,
         best=weights,
     )
 
@@ -153,7 +162,7 @@ class Precision:
         config = config or PrecisionConfig()
         self.device = device
         self.reason = reason
-        self.moment_dtype = torch.bfloat16 if config.moments == "bfloat16" else torch.float32
+        self.moment_dtype: torch.dtype = getattr(torch, config.moments)
         self.scaler = LossScale(scale=config.initial_loss_scale, growth_steps=config.loss_scale_growth_steps)
 
     # -- what the step calls -----------------------------------------------------------------------------
@@ -246,6 +255,7 @@ class Precision:
             betas=(train.beta1, train.beta2),
             epsilon=train.epsilon,
             weight_decay=train.weight_decay,
+            momentum=train.momentum,
             seed=train.seed,
         )
         if self.keeps_half_weights and train.gradient_accumulation_steps > 1:
@@ -380,13 +390,15 @@ def choose(
     num_parameters: int = 0,
     *,
     moments: Moments = "float32",
+    num_by_muon: int = 0,
     begun_in: str = "",
     is_wide: bool = False,
 ) -> tuple[str, str]:
     """(mode, reason) for what was asked on a device: a pure decision.
 
-    `num_parameters` counts everything that is trained, routers included. `begun_in` is the mode of a run that is
-    continued: `auto` is not resolved again, because the saved state is of that mode. `is_wide`: `needs_fp32_weights`.
+    `num_parameters` counts everything that is trained, routers included; `num_by_muon` of them have one moment.
+    `begun_in` is the mode of a run that is continued: `auto` is not resolved again, because the saved state is of that
+    mode. `is_wide`: `needs_fp32_weights`.
     """
     wanted = begun_in or mode
     if wanted != "auto" and wanted not in _WHY_ASKED:
@@ -409,8 +421,11 @@ def choose(
     # FP16 weights are read in half the bytes and need no cast in each forward; a step is modelled to be faster.
     half = "fp16-mixed" if is_wide else "fp16-master"
     fast = half if facts.has_tensor_cores else "fp32"
-    held = bytes_per_parameter(fast, moments).on_device
-    needed, room = num_parameters * held, int(facts.memory_bytes * _STATE_SHARE)
+    held = bytes_per_parameter(fast, moments)
+    needed, room = (
+        num_parameters * held.on_device - num_by_muon * held.moments // 2,
+        int(facts.memory_bytes * _STATE_SHARE),
+    )
     if needed > room:
         return (
             "fp16-split",
@@ -438,6 +453,7 @@ def resolve(
     *,
     config: PrecisionConfig | None = None,
     num_parameters: int = 0,
+    num_by_muon: int = 0,
     begun_in: str = "",
     facts: DeviceFacts | None = None,
     is_wide: bool = False,
@@ -456,5 +472,7 @@ def resolve(
     facts = facts or facts_of(device)
     check_device(facts)
     moments = config.moments if config else "float32"
-    chosen, reason = choose(mode, facts, num_parameters, moments=moments, begun_in=begun_in, is_wide=is_wide)
+    chosen, reason = choose(
+        mode, facts, num_parameters, moments=moments, num_by_muon=num_by_muon, begun_in=begun_in, is_wide=is_wide
+    )
     return POLICIES[chosen](device, reason, config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from stillroom.doctor.rules import TRIAL_STEPS
 from stillroom.report.history import RunRecord
 from stillroom.telemetry.record import BASELINES
 from stillroom.telemetry.wording import (
@@ -28,6 +29,10 @@ def verdict(run: RunRecord) -> str:
     student, before, teacher = (_bits(run, row) for row in ("student", "student_before", "teacher"))
     if not run.is_finished or student is None or before is None:
         return ""
+    if 0 < run.steps.last < TRIAL_STEPS:
+        return f"{format_count(run.steps.last)} steps are too few to tell what the student learns."
+    if as_number(section(run.start, "data").get("teacher_contexts")):
+        return _verdict_of_kl(*(reading(run.result(row), "kl") for row in ("student", "student_before")))
     if student >= before:
         return "Training did not help: the student is no better than before."
     own = run.perplexity("student")
@@ -40,8 +45,22 @@ def verdict(run: RunRecord) -> str:
         return "The student predicts held-out text better than its teacher: this teacher does not know the text well."
     if share >= 1:
         return "Distillation worked: the student is as good as its teacher on held-out text."
-    word = "worked" if share >= _MUCH else "worked in part" if share >= _LITTLE else "changed little"
-    return f"Distillation {word}: the student closed {format_percent(share, 0)} of the gap to its teacher."
+    return f"Distillation {_word(share)}: the student closed {format_percent(share, 0)} of the gap to its teacher."
+
+
+def _word(share: float) -> str:
+    return "worked" if share >= _MUCH else "worked in part" if share >= _LITTLE else "changed little"
+
+
+def _verdict_of_kl(student: float | None, before: float | None) -> str:
+    """Of a teacher that reads more than its student: what the labels say is not what was to be learned."""
+    if student is None or before is None or not 0 < before < math.inf:
+        return ""
+    share = 1 - student / before
+    if share <= 0:
+        return "Training did not help: the student is no closer to its teacher in context than before."
+    closed = f"{format_percent(share, 0)} of the KL to the teacher in context is gone"
+    return f"Distillation {_word(share)}: {closed}, and the student does without the context."
 
 
 def _bits(run: RunRecord, row: str) -> float | None:

@@ -547,6 +547,9 @@ def show_preview(result: Fields, stream: TextIO | None = None) -> None:
         tokens, scored = document["tokens"], document["scored_tokens"]
         source = f"  of {clean(document['source'])}" if "source" in document else ""
         console.print(f"\n-- {clean(document['id'])}{source}  {tokens:,} tokens, {scored:,} scored")
+        if "teacher_context" in document:
+            context = "".join(text for text, _ in _shown([(document["teacher_context"], False)]))
+            console.print(f"-- before the first scored text the teacher reads:\n{context}\n-- and the student:")
         pieces = list(_shown(document["pieces"]))
         if has_colour:
             styled = [(text, _SCORED if is_scored else _UNSCORED) for text, is_scored in pieces]

@@ -1,7 +1,17 @@
 """Build a run, train it step by step, recover from faults, and write its results.
 
-The package can be called: `for step in stillroom.training(config, out="runs/mine"): ...` is `stillroom.api.training`,
-which has the arguments.
+The package can be called, for a loop over the steps of a run:
+
+    run = stillroom.training(teacher="org/large", student="org/small", data="texts.jsonl", out="runs/mine")
+    for step in run:
+        print(step.number, step.loss, step.terms, step.verdict)
+        if step.number == 100:
+            step.set_weight("ce", 0.1)  # from the next step on
+        if step.loss < 1.5:
+            step.stop()  # saves, and ends the run
+    run.result
+
+The arguments are those of `stillroom.distill`; `help(stillroom.api.training)` says what happens between two steps.
 """
 
 import importlib

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from stillroom.config import Config
 from stillroom.core.errors import ConfigError
@@ -19,6 +20,7 @@ from stillroom.data import Corpus, Loader, Rows, open_data
 from stillroom.data.rollouts import RoundStore
 from stillroom.losses.head.products import product_note
 from stillroom.losses.mix import Clamps, Mix, Planned
+from stillroom.models.anatomy import hidden_matrices
 from stillroom.parallel import Parallel
 from stillroom.precision import AdamW, ParameterGroup, Precision, resolve
 from stillroom.precision.policy import needs_fp32_weights
@@ -239,17 +241,25 @@ def make_precision(config: Config, models: Models, device: torch.device, begun_i
         device,
         config=asked,
         num_parameters=num_parameters,
+        num_by_muon=sum(one.numel() for one in muon_matrices(config, models.student).values()),
         begun_in=begun_in,
         facts=facts,
         is_wide=needs_fp32_weights(config),
     )
 
 
+def muon_matrices(config: Config, student: Any) -> dict[str, nn.Parameter]:
+    """The weights that Muon updates, by name; none where AdamW has all of them."""
+    return hidden_matrices(student) if config.train.optimizer == "muon" else {}
+
+
 def make_optimizer(student: Any, precision: Precision, config: Config, planned: Planned) -> AdamW:
-    """Make AdamW for the student, and for projectors at their own learning rate."""
+    """Make the optimizer of the student, and of projectors at their own learning rate."""
     train = config.train
     trained = tuple((name, parameter) for name, parameter in student.named_parameters() if parameter.requires_grad)
-    groups = [ParameterGroup("student", train.learning_rate, trained, in_fp32=config.student.adapter is not None)]
+    by_muon = frozenset(muon_matrices(config, student))
+    is_adapted = config.student.adapter is not None
+    groups = [ParameterGroup("student", train.learning_rate, trained, in_fp32=is_adapted, by_muon=by_muon)]
     formats = student_formats(config, student, precision)
     projectors = tuple(planned.projectors.named_parameters(prefix="projectors"))
     if projectors:

@@ -99,7 +99,7 @@ _DTYPES = {
 
 
 def as_safetensors(named: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The contents of a safetensors file, a tensor at a time: the library's `save` holds two copies of all of it."""
+    """The contents of a safetensors file, a piece at a time: the library's `save` holds two copies of all of it."""
     header, end = {}, 0
     for name, tensor in named.items():
         begin, end = end, end + tensor.numel() * tensor.element_size()
@@ -108,12 +108,26 @@ def as_safetensors(named: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     table += b" " * (-len(table) % 8)  # data begins at a multiple of eight
     yield len(table).to_bytes(8, "little") + table
     for tensor in named.values():
-        yield _bytes_of(tensor)
+        contents = _bytes_of(tensor)
+        for begin in range(0, len(contents), _PIECE):
+            yield contents[begin : begin + _PIECE]
+            drop_pages(tensor)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+_PIECE = 1 << 24  # bytes that are read from a copy on disk at a time
+_MAPS: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()  # by the address of their storage
+
+
+def drop_pages(tensor: Tensor) -> None:
+    """Drop the pages that reading a tensor took, if it is one of `DiskCopies`: they are in its file."""
+    mapped = _MAPS.get(tensor.untyped_storage().data_ptr())
+    if mapped is not None:
+        mapped.madvise(mmap.MADV_DONTNEED)
 
 
 class DiskCopies:
@@ -124,12 +138,6 @@ class DiskCopies:
 
     def __init__(self, folder: Path, tell: Callable[[str], object]) -> None:
         self._folder, self._tell = folder, tell
-        self._maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
-
-    def let_go(self) -> None:
-        """Drop the pages that were read: they are in the files."""
-        for one in self._maps:
-            one.madvise(mmap.MADV_DONTNEED)
 
     def copy(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies that later steps do not change; in main memory where the disk has no room."""
@@ -149,8 +157,8 @@ class DiskCopies:
             file.write(bytes(_ALIGNED))  # a file of no bytes cannot be mapped
             file.flush()
             mapped = mmap.mmap(file.fileno(), file.tell(), access=mmap.ACCESS_COPY)
-        self._maps.add(mapped)
         held = torch.frombuffer(mapped, dtype=torch.uint8)
+        _MAPS[held.untyped_storage().data_ptr()] = mapped
         return {name: _viewed(held, place, named[name]) for name, place in places.items()}
 
 

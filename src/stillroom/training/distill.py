@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import date
@@ -30,6 +31,7 @@ from stillroom.precision.device import deterministic, find_device, teacher_dtype
 from stillroom.telemetry import EventLog, SilentLog
 from stillroom.telemetry.events import Listening, Stages
 from stillroom.telemetry.trackers import open_tracking
+from stillroom.training import cut_rounds
 from stillroom.training import run_folder as run_folder
 from stillroom.training.build import build_run
 from stillroom.training.checkpoint import CheckpointStore, Mark, Saved
@@ -275,7 +277,55 @@ def steps(
                 return result_or_error(Result(claim.folder, finished, already_finished=True))
             notes = (*notes, doubt) if doubt else notes
             options: dict[str, Any] = {"accepts": accept_changed_inputs, "extends": max_steps is not None}
+            if not cut_rounds.is_one_run(claim.config):
+                _check_rounds(claim, parallel)
+                for number in range(1, claim.config.student.shrink.rounds):
+                    told = yield from _round(claim, number, parallel, where, stop, inject, listeners, **options)
+                    notes = (*notes, told)
+                _teller(listeners)(f"round {number + 1} of {number + 1}, in {claim.folder}")
             return result_or_error((yield from _run(claim, parallel, where, stop, inject, listeners, notes, **options)))
+
+
+def _check_rounds(claim: Claim, parallel: Parallel) -> None:
+    """Refuse what a student that is cut in rounds cannot have, then describe the run: its rounds come before it."""
+    if parallel.size > 1 or claim.sender is not None:
+        what = "several processes" if parallel.size > 1 else "a run in a store"
+        raise ConfigError(
+            f"student.shrink.rounds does not work with {what}",
+            where="student.shrink.rounds",
+            advice=["--set student.shrink.rounds=1"],
+        )
+    cut_rounds.of_round(claim.config, claim.folder, 1)  # refuses too few steps
+    if not claim.is_resumed:
+        claim.describe()
+
+
+def _round(
+    claim: Claim,
+    number: int,
+    parallel: Parallel,
+    where: torch.device,
+    stop: Stop,
+    inject: str,
+    listeners: tuple[Callable[[dict[str, Any]], None], ...],
+    **options: Any,
+) -> Generator[Step, None, str]:
+    """Train a round before the last in its own folder, or read its result. Return a note for the log."""
+    config, folder = cut_rounds.of_round(claim.config, claim.folder, number), cut_rounds.folder_of(claim.folder, number)
+    name = f"round {number} of {claim.config.student.shrink.rounds}"
+    with run_folder.owned(folder, config) as own:
+        summary = run_folder.read_summary(folder)[0] if own.is_resumed else {}
+        if summary.get("status") not in FINISHED:
+            _teller(listeners)(f"{name}, in {folder}")
+            try:
+                summary = (yield from _run(own, parallel, where, stop, inject, listeners, (), **options)).summary
+            except StillroomError as error:
+                error.advice = tuple(one.replace(f"resume {folder}", f"resume {claim.folder}") for one in error.advice)
+                raise
+            return_unused_memory()
+        result_or_error(Result(folder, summary))
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    return cut_rounds.told(name, summary)
 
 
 def _extend(claim: Claim, finished: Mapping[str, Any], max_steps: int, parallel: Parallel) -> str:
@@ -290,6 +340,12 @@ def _extend(claim: Claim, finished: Mapping[str, Any], max_steps: int, parallel:
         )
     if claim.sender is not None:
         raise ConfigError("a finished run in a store cannot be continued", where="max_steps", advice=["copy it here"])
+    if not cut_rounds.is_one_run(claim.config):
+        raise ConfigError(
+            "a finished run that was cut in rounds cannot be continued: their steps are shares of all",
+            where="max_steps",
+            advice=["begin a run from its student: --student"],
+        )
     train = claim.config.train.model_copy(update={"max_steps": max_steps})
     claim.config = claim.config.model_copy(update={"train": train})
     parallel.wait()  # until all have read the summary
@@ -320,7 +376,7 @@ def _run(
     extends: bool,
 ) -> Generator[Step, None, Result]:
     """Load, build, train and finish a run in a claimed folder. `accepts`: with other inputs than before."""
-    folder, config = claim.folder, claim.config
+    folder, config = claim.folder, cut_rounds.last_round(claim.config, claim.folder)
     refuse_missing(*_data_specs(config))  # before the models, which take longer
     saved, mark = newest_state(folder, config, parallel) if claim.is_resumed else (None, None)
     check, stages = InputCheck(saved, accepts, parallel), Stages(Listening(listeners if parallel.is_first else ()))
@@ -334,7 +390,7 @@ def _run(
             stages=stages,
         )  # fmt: skip
     if _prints_day(models):
-        claim.config = config = dated
+        config, claim.config = dated, claim.config.on_day(dated.data.day)
     if parallel.is_first and not claim.is_resumed:
         claim.describe()
     log = open_log(folder, saved, mark) if parallel.is_first else SilentLog()
@@ -375,12 +431,13 @@ def _run(
         return (yield from _train(run, state, models.vocabularies, saved, mark, stop, check.changed))
 
 
-def _data_specs(config: Config) -> list[str]:
+def _data_specs(config: Config) -> list[tuple[str, str]]:
+    """(setting, spec) of the data that a run reads."""
     prompts = config.rollouts.prompts if config.rollouts is not None else "train"
     return [
-        *(source.path for source in config.data.sources),
-        *([config.data.eval] if config.data.eval is not None else []),
-        *([prompts] if prompts != "train" else []),
+        *(("data.train", source.path) for source in config.data.sources),
+        *([("data.eval", config.data.eval)] if config.data.eval is not None else []),
+        *([("rollouts.prompts", prompts)] if prompts != "train" else []),
     ]
 
 
@@ -597,7 +654,7 @@ def _announce(
         },
     )
     notes = (*notes, *unused_strategy(config, run.parallel))
-    details = map(Detail, (*run.mix.notes(run.device.type), *describe_update(run.device)))
+    details = map(Detail, (*run.mix.notes(run.device.type), *describe_update(run.optimizer)))
     notes = (*notes, *models.notes, *run.teacher.notes, *details)
     of_rollouts = run.rollouts.notes if run.rollouts is not None else ()
     for text in (*notes, *of_rollouts, *([run.budget.note] if run.budget.note else [])):

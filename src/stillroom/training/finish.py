@@ -517,6 +517,7 @@ def _checks(run: Run, summary: dict[str, Any], events: tuple[Event, ...]) -> lis
         rank=selection.rank(as_number(summary["student"].get("selected"))),
         rank_before=selection.rank(as_number(before.get("selected"))),
         bits={row: summary.get(row, {}).get("bits_per_byte") for row in ("student", "student_before", "teacher")},
+        kl={row: summary.get(row, {}).get("kl") for row in ("student", "student_before")},
     )
 
 

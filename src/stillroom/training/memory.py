@@ -36,6 +36,7 @@ from stillroom.losses.head.rows import forget_free_memory
 from stillroom.models import Student
 from stillroom.parallel import Parallel
 from stillroom.precision import AdamW, BytesPerParameter, bytes_per_parameter
+from stillroom.precision.adamw import MUON_SCRATCH
 from stillroom.precision.device import DeviceFacts, facts_of, teacher_dtype
 from stillroom.precision.policy import choose, needs_fp32_weights
 from stillroom.precision.storage import Split, Stochastic
@@ -69,7 +70,7 @@ LEARNS = "student learns"  # the moment of a step in which layers are gathered
 COPY = "copy to save"  # of the state, in main memory
 _UPDATE_SCRATCH = 1 << 27  # the optimizer takes tensors in buckets of so much scratch; a larger one is alone in its own
 # FP32 copies of both moments 8, random bits 8, and what rounding one of them takes 9: they are rounded one by one.
-_MOMENTS_SCRATCH = 25
+_MOMENTS_SCRATCH = {"float32": 0, "bfloat16": 25, "int8": 40}
 _NAMES = {CASTS: "autocast casts", DATA: "batch", HEAD: "head gradients and scratch"}
 _STATE = ("student weights", "masters", "residuals", "moments", GRADIENTS)
 _WRITER_LOGITS = 5  # [rows, vocabulary] at once: logits, log-probs, probabilities, sums, the chosen token alone
@@ -248,7 +249,8 @@ def chosen_mode(config: Config, shapes: Shapes) -> tuple[str, str]:
     if asked.mode == "auto":
         num_processes = shapes.target.sharing.num_processes
         facts = with_rates(facts, _shape(config, sizes), sizes.num_trained, num_processes=num_processes)
-    return choose(asked.mode, facts, sizes.num_trained, moments=asked.moments, is_wide=is_wide)
+    by_muon = _by_muon(config, sizes)
+    return choose(asked.mode, facts, sizes.num_trained, moments=asked.moments, num_by_muon=by_muon, is_wide=is_wide)
 
 
 def _shape(config: Config, sizes: Sizes) -> Shape:
@@ -355,15 +357,26 @@ def lay_out(config: Config, shapes: Shapes, mode: str, *, rows: int = 0, num_tok
 
 def _state(config: Config, mode: str, sizes: Sizes) -> dict[str, int]:
     """What the student takes between steps. Vectors have FP32 masters in every FP16 mode, an adapter is FP32."""
-    held = bytes_per_parameter(_state_mode(config, mode), config.precision.moments)
+    held = bytes_per_parameter(_state_mode(config, mode))
     master = bytes_per_parameter("fp16-master").extra
     is_half = held.weights == 2
     extra = sum(count * (master if is_half and axes < 2 else held.extra) for count, axes in sizes.trained)
     parts = {"student weights": sizes.num_trained * held.weights + sizes.frozen_bytes}
     if extra:
         parts["residuals" if mode == "fp16-split" else "masters"] = extra
-    parts["moments"] = sizes.num_trained * held.moments
+    parts["moments"] = sum(one.moments * count for one, count, _ in _held(config, mode, sizes))
     return parts
+
+
+def _held(config: Config, mode: str, sizes: Sizes) -> list[tuple[BytesPerParameter, int, bool]]:
+    """Bytes of the student's parameters with two moments and of those with Muon's one, as `copies_of` takes them."""
+    own, moments, by_muon = _state_mode(config, mode), config.precision.moments, _by_muon(config, sizes)
+    one = bytes_per_parameter(own, moments, num_moments=1)
+    return [(bytes_per_parameter(own, moments), sizes.num_trained - by_muon, True), (one, by_muon, True)]
+
+
+def _by_muon(config: Config, sizes: Sizes) -> int:
+    return sizes.hidden if config.train.optimizer == "muon" else 0
 
 
 def _state_mode(config: Config, mode: str) -> str:
@@ -388,7 +401,7 @@ def _update_scratch(config: Config, mode: str, sizes: Sizes, *, accumulates: boo
     own = _state_mode(config, mode).partition("+")[0]
     is_half = own.startswith("fp16-") and own != "fp16-mixed" and not accumulates
     storage = {"fp16-split": Split.scratch_bytes, "fp16-sr": Stochastic.scratch_bytes}.get(own, 4 * is_half)
-    each = storage + (_MOMENTS_SCRATCH if config.precision.moments == "bfloat16" else 0)
+    each = storage + _MOMENTS_SCRATCH[config.precision.moments] + MUON_SCRATCH * (config.train.optimizer == "muon")
     largest = each * max((count for count, _axes in sizes.trained), default=0)
     return max(largest, min(each * sizes.num_trained, _UPDATE_SCRATCH))
 
@@ -476,8 +489,7 @@ def copies_of(config: Config, trained: Iterable[tuple[BytesPerParameter, int, bo
 def _host(config: Config, mode: str, sizes: Sizes, at_home: int, target: Target) -> dict[str, int]:
     """Main memory. Snapshots that are large on a CPU, or would take more than a share of it, are not kept there."""
     free = target.main_memory
-    held = bytes_per_parameter(_state_mode(config, mode), config.precision.moments)
-    copies = copies_of(config, [(held, sizes.num_trained, True)])
+    copies = copies_of(config, _held(config, mode, sizes))
     asked = config.checkpoint.background
     on_disk = copies.go_to_disk(is_gpu=target.is_gpu)
     saves_beside = asked == "on" or (asked == "auto" and copies.with_saves_leave_room(free) and not on_disk)
@@ -491,13 +503,12 @@ def _host(config: Config, mode: str, sizes: Sizes, at_home: int, target: Target)
 
 
 def _disk(config: Config, mode: str, sizes: Sizes, num_tokens: int | None, *, is_gpu: bool) -> dict[str, int]:
-    held = bytes_per_parameter(_state_mode(config, mode), config.precision.moments)
-    each = held.weights + held.extra + held.moments + held.best + average_bytes(config)
+    copies = copies_of(config, _held(config, mode, sizes))
+    one = copies.to_save + copies.best
     parts = {
-        "checkpoints": each * (config.checkpoint.keep + 1) * sizes.num_trained,  # one is written before one is deleted
+        "checkpoints": one * (config.checkpoint.keep + 1),  # one is written before one is deleted
         "student": 4 * sizes.num_trained + sizes.frozen_bytes,
     }
-    copies = copies_of(config, [(held, sizes.num_trained, True)])
     if copies.go_to_disk(is_gpu=is_gpu):
         parts["snapshots"] = copies.kept
     if num_tokens and config.teacher.cache:
@@ -717,8 +728,9 @@ def state_copies(config: Config, mode: str, optimizer: AdamW) -> Copies:
     for group, cells in optimizer.cells.items():
         is_student = group != "projectors"
         own_mode = _state_mode(config, mode) if is_student and group not in optimizer.fp32_groups else "fp32"
-        held = bytes_per_parameter(own_mode, config.precision.moments)
-        trained.append((held, sum(cell.parameter.numel() for cell in cells), is_student))
+        for cell in cells:
+            held = bytes_per_parameter(own_mode, config.precision.moments, num_moments=len(cell.moments))
+            trained.append((held, cell.parameter.numel(), is_student))
     return copies_of(config, trained)
 
 

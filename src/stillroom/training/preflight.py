@@ -454,7 +454,7 @@ def _models(config: Config) -> dict[str, dict[str, Any]]:
             found["teacher"] = {"answers": read_manifest(folder_of(str(config.teacher.cache))).store}
         if is_cut or (asks_teacher and not found and not config.teacher.is_student):
             found["teacher"] = {**found.get("teacher", {}), **teacher_identity(config.teacher, None)}
-        if not is_cut:
+        if config.student.reads_model:
             found["student"] = student_identity(config.student)
     for name, spec in config.data.source_teachers.items() if asks_teacher else ():
         with contextlib.suppress(StillroomError):

@@ -12,6 +12,7 @@ from stillroom.precision.device import find_device
 from stillroom.telemetry import EventLog
 from stillroom.training import run_folder as run_folder
 from stillroom.training.build import build_run
+from stillroom.training.cut_rounds import last_round
 from stillroom.training.distill import newest_checkpoint, precision_of, restore_checkpoint
 from stillroom.training.models import load_models
 from stillroom.training.recover import Facts, find_windows, load_window, locate
@@ -24,7 +25,7 @@ def replay(
     folder: Path, step: int, *, attempt_number: int | None = None, device: str = "auto", trust: Trust = NONE
 ) -> dict[str, Any]:
     """Score a quarantined window with the newest checkpoint and compare with the record. Change nothing."""
-    config = run_folder.read_config(folder, trust=trust)
+    config = last_round(run_folder.read_config(folder, trust=trust), folder)
     facts, window = read_window(folder, step, attempt_number)
     where = find_device(device)
     saved = newest_checkpoint(folder, config)

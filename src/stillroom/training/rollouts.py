@@ -98,7 +98,7 @@ def plan_rollouts(
         )
     rows = corpus.train
     if section.prompts != "train":
-        rows = open_eval(section.prompts, tokenizer, config.data).evaluation
+        rows = open_eval(section.prompts, tokenizer, config.data, setting="rollouts.prompts").evaluation
     found = list(rows.prompts(section.prompt_tokens))
     room = config.data.max_length + 1 - section.most_new_tokens
     prompts = [(name, ids) for name, ids, _ in found if 0 < len(ids) <= room]

@@ -129,8 +129,8 @@ class Pace:
 # Bound how much updates can have changed the weights.
 #
 # AdamW moves a weight by at most a few learning rates in one step: |m| / sqrt(v) is bounded by the betas (Cauchy-
-# Schwarz inequality). A larger change has another cause: a flipped bit, or a learning rate that is not the
-# schedule's. The loss of an untrained student may not show it.
+# Schwarz inequality); Muon by its largest singular value. A larger change has another cause: a flipped bit, or a
+# learning rate that is not the schedule's. The loss of an untrained student may not show it.
 
 
 _ROUNDING = 0.01  # of a weight, far more than FP16 storage adds
@@ -171,7 +171,8 @@ class Reach:
         """Whether every weight is within what updates can have made it. NaN is not."""
         if self._peaks is None:
             return True
-        step = _MARGIN * longest_step(*run.optimizer.betas) * max(run.optimizer.rates.values())
+        longest = max(longest_step(*run.optimizer.betas), run.optimizer.longest_muon_step)
+        step = _MARGIN * longest * max(run.optimizer.rates.values())
         travel = step * self._factors if self._factors else 0.0
         return bool((weight_peaks(run) <= self._peaks * (1.0 + _ROUNDING) + travel).all())
 

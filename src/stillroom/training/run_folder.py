@@ -26,6 +26,7 @@ from stillroom.config.load import build
 from stillroom.config.schema import DIVERGENCES, OBJECTIVES, READERS, ObjectivesConfig, StudentConfig, TeacherConfig
 from stillroom.core.errors import BrokenAtStart, CannotSave, ConfigError, DataError, StillroomError
 from stillroom.core.files import (
+    ROUNDS,
     TEMPORARY,
     FileSum,
     Manifest,
@@ -443,7 +444,7 @@ class Claim:
 
     def withdraw(self) -> None:
         """Remove all files of a run that could not begin, so that the same folder can be used again."""
-        if self.is_resumed or self.is_begun:
+        if self.is_resumed or self.is_begun or (self.folder / ROUNDS).exists():
             return
         for name in (CONFIG, EVENTS, _CUT):
             (self.folder / name).unlink(missing_ok=True)

@@ -25,7 +25,7 @@ from stillroom.parallel import Parallel
 from stillroom.parallel.shards import WHOLE_FILE, write_whole
 from stillroom.telemetry import EventLog
 from stillroom.training import run_folder as run_folder
-from stillroom.training.checkpoint import Save, Saves, settle
+from stillroom.training.checkpoint import Save, Saves, drop_pages, settle
 from stillroom.training.recover import is_good, is_sound
 from stillroom.training.run import Run, RunState, capture, frozen_of, history, kept_weights, weights_of
 
@@ -55,8 +55,6 @@ def save_checkpoint(run: Run, state: RunState, *, is_awaited: bool = False) -> N
     state.saved_at = moment
     if not in_background:
         settle(run, state)
-    if run.disk_copies is not None:
-        run.disk_copies.let_go()
 
 
 def _writer(run: Run, state: RunState, *, in_background: bool) -> Callable[[], Path]:
@@ -96,6 +94,7 @@ def record_rollback(run: Run, state: RunState) -> None:
 
 def save_student(run: Run) -> None:
     """Write the student as a Hugging Face folder, complete or not at all. If the disk is full, prune checkpoints."""
+    run.optimizer.zero_grad()  # writing takes a copy of the weights: the gradients' room is for it
     for is_last_try in (False, True):
         run.check_folder()
         try:
@@ -205,6 +204,7 @@ def load_best(run: Run, state: RunState) -> None:
     weights = kept_weights(run)
     for name, tensor in state.best_weights.items():
         weights[name].copy_(tensor)
+        drop_pages(tensor)
     for rounded in run.optimizer.rounded().values():
         rounded.refresh()
 

@@ -15,7 +15,7 @@ from typing import Literal
 from stillroom.config.schema import Config, PhaseConfig, Ramp, Scalar
 from stillroom.core.types import LossWeights
 
-Shape = Literal["cosine", "linear", "constant"]
+Shape = Literal["cosine", "linear", "constant", "wsd"]
 
 
 def windows_in(num_batches: int, accumulation: int) -> int:
@@ -44,6 +44,7 @@ class Schedule:
     num_warmup: int
     shape: Shape = "cosine"
     floor: float = 0.0
+    decay_ratio: float = 0.2  # of all steps, at the end of a `wsd`
 
     @staticmethod
     def of(config: Config, num_batches: int, num_processes: int = 1) -> Schedule:
@@ -56,6 +57,7 @@ class Schedule:
             num_warmup=warmup_of_run(num_steps, train.warmup_steps, train.warmup_ratio, train.max_warmup_share),
             shape=train.schedule,
             floor=train.min_learning_rate_ratio,
+            decay_ratio=train.decay_ratio,
         )
 
     def factor(self, applied: int) -> float:
@@ -67,10 +69,14 @@ class Schedule:
             return (applied + 1) / self.num_warmup
         if self.shape == "constant":
             return 1.0
-        remaining = max(self.num_steps - self.num_warmup, 1)
-        share = min((applied - self.num_warmup) / remaining, 1.0)
+        # wsd has the same rates in a longer run until its decay begins, so its checkpoints can be continued.
+        stable = int(self.num_steps * (1.0 - self.decay_ratio)) if self.shape == "wsd" else 0
+        begin = max(self.num_warmup, stable)
+        share = min(max(applied - begin, 0) / max(self.num_steps - begin, 1), 1.0)
         if self.shape == "linear":
             return 1.0 - (1.0 - self.floor) * share
+        if self.shape == "wsd":  # one minus the square root: lower losses than a line (Hagele et al. 2024)
+            return 1.0 - (1.0 - self.floor) * math.sqrt(share)
         return self.floor + (1.0 - self.floor) * 0.5 * (1.0 + math.cos(math.pi * share))
 
 

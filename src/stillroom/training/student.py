@@ -34,6 +34,7 @@ from stillroom.parallel import Parallel
 from stillroom.precision import Precision
 
 _FILE = "cut.json"
+_SIZES = ("width", "mlp_width", "heads")
 
 
 def cut_student(
@@ -54,10 +55,11 @@ def cut_student(
     """
     wanted, parallel = config.student.shrink, parallel or Parallel()
     num_layers = len(blocks_of(teacher))
-    is_chosen = settled_layers(wanted.layers, num_layers) is None
+    is_chosen = bool(wanted.to) or settled_layers(wanted.layers, num_layers) is None
     choice = _stored(folder, wanted, num_layers, parallel) if is_chosen else None
     batches: Iterable[Batch] = ()
-    if wanted.cuts_width or (is_chosen and choice is None and wanted.method != "even"):
+    is_read = bool(wanted.to) or wanted.method != "even"  # text, to choose by
+    if wanted.cuts_width or wanted.experts or (choice.sizes if choice is not None else is_chosen and is_read):
         corpus = open_data(config.data, tokenizer, tell=tell)
         keep_data(corpus)
         batches = fixed_batches(corpus.train, config.train.rows_per_batch, _num_batches(config))
@@ -89,6 +91,7 @@ def _store(folder: Path, choice: Choice, num_layers: int, spent: dict[str, float
         "of": num_layers,
         "method": choice.method,
         "why": list(choice.why),
+        **({"sizes": choice.sizes, "candidates": list(choice.candidates)} if choice.candidates else {}),
         **{name: round(value, 1) for name, value in spent.items()},
     }
     write_atomically(folder / _FILE, json.dumps(record, indent=1).encode("utf-8"))
@@ -99,10 +102,12 @@ def _stored(folder: Path | None, wanted: ShrinkConfig, num_layers: int, parallel
     stored = _read(folder, wanted, num_layers) if folder is not None and parallel.is_first else None
     if not parallel.broadcast(float(stored is not None)):
         return None
-    assert isinstance(wanted.layers, int)
-    layers = stored.layers if stored is not None else (0,) * wanted.layers
-    agreed = tuple(int(parallel.broadcast(float(layer))) for layer in layers)
-    return Choice(agreed, stored.method if stored is not None else "given", stored.why if stored is not None else ())
+    own = [] if stored is None else [*stored.layers, *(stored.sizes.get(name, 0) for name in _SIZES)]
+    count = int(parallel.broadcast(float(len(own))))
+    agreed = [int(parallel.broadcast(float(number))) for number in own or [0] * count]
+    layers, sizes = tuple(agreed[: -len(_SIZES)]), dict(zip(_SIZES, agreed[-len(_SIZES) :], strict=True))
+    method, why = ("given", ()) if stored is None else (stored.method, stored.why)
+    return Choice(layers, method, why, sizes={name: size for name, size in sizes.items() if size})
 
 
 def _read(folder: Path, wanted: ShrinkConfig, num_layers: int) -> Choice | None:
@@ -115,16 +120,30 @@ def _read(folder: Path, wanted: ShrinkConfig, num_layers: int) -> Choice | None:
                 advice=["restore it from a backup", "or begin again in another folder"],
             )
         return None
+    return _parse(path, num_layers, None if wanted.to else wanted.layers)
+
+
+def _parse(path: Path, num_layers: int, num_kept: Any = None) -> Choice:
+    """Read a choice. `num_kept` None: however many layers it keeps."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        choice = Choice(tuple(int(layer) for layer in record["layers"]), record["method"], tuple(record["why"]))
-        is_complete = record["of"] == num_layers and len(choice.layers) == wanted.layers
+        sizes = {name: int(record["sizes"][name]) for name in (_SIZES if "sizes" in record else ())}
+        layers = tuple(int(layer) for layer in record["layers"])
+        choice = Choice(layers, record["method"], tuple(record["why"]), sizes=sizes)
+        is_complete = record["of"] == num_layers and len(choice.layers) == (num_kept or len(choice.layers))
         settled_layers(choice.layers, num_layers)
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
     if not is_complete:
-        raise _damaged(path, f"it does not name {wanted.layers} of {num_layers} layers")
+        raise _damaged(path, f"it does not name {num_kept or len(choice.layers)} of {num_layers} layers")
     return choice
+
+
+def kept_layers(folder: Path, num_layers: int) -> tuple[int, ...]:
+    """The layers that the student of a finished run was cut to; all of `num_layers` where none were chosen."""
+    if not (folder / _FILE).exists():
+        return tuple(range(num_layers))
+    return _parse(folder / _FILE, num_layers).layers
 
 
 def _damaged(path: Path, reason: str) -> ConfigError:
@@ -137,7 +156,7 @@ def _damaged(path: Path, reason: str) -> ConfigError:
 
 def _check_alike(choice: Choice, parallel: Parallel) -> None:
     """Raise if the processes chose different layers: each chose for itself, on the same text."""
-    if not parallel.same_everywhere(zlib.crc32(json.dumps(choice.layers).encode())):
+    if not parallel.same_everywhere(zlib.crc32(json.dumps([choice.layers, choice.sizes]).encode())):
         raise ConfigError(
             f"the processes chose different layers to keep (this one: {list(choice.layers)})",
             where="student.shrink",

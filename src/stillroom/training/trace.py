@@ -28,7 +28,7 @@ from stillroom.config import Config
 from stillroom.core.errors import BrokenAtStart
 from stillroom.losses.head.kernel import choose_kernel
 from stillroom.losses.head.rows import TEMPORARIES, chunk_size, fused_temporaries, padded
-from stillroom.models.anatomy import backbone, layers_if_any
+from stillroom.models.anatomy import backbone, hidden_matrices, layers_if_any
 from stillroom.models.load import student_shape, teacher_shape
 from stillroom.models.lora import adapted_layers, insert, store_base
 from stillroom.precision.device import DeviceFacts
@@ -307,6 +307,7 @@ class Sizes:
 
     parameters: int
     trained: tuple[tuple[int, int], ...]  # (numbers, axes) of each trained parameter
+    hidden: int  # trained numbers in matrices of the layers, which Muon may update
     frozen_bytes: int
     embedding: int  # numbers that are looked up and not multiplied, unless they are the head too
     layers: int
@@ -336,6 +337,7 @@ def sizes_of(network: Any) -> Sizes:
     return Sizes(
         parameters=sum(part.numel() for part in own),
         trained=tuple((part.numel(), part.ndim) for part in own if part.requires_grad),
+        hidden=sum(part.numel() for part in hidden_matrices(network).values()),
         frozen_bytes=sum(part.numel() * part.element_size() for part in own if not part.requires_grad),
         embedding=0 if inputs is head else inputs.numel(),
         layers=len(blocks) or int(config.num_hidden_layers),

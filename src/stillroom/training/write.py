@@ -28,7 +28,7 @@ import torch
 
 from stillroom.config import Config
 from stillroom.config.schema import WriteConfig
-from stillroom.core.errors import CannotSave, ConfigError, DataError, Interrupted
+from stillroom.core.errors import CannotSave, ConfigError, DataError, Interrupted, at_setting
 from stillroom.core.files import reason_of, write_atomically
 from stillroom.core.locks import LockHeld, hold
 from stillroom.data import prompt_ids
@@ -425,7 +425,8 @@ def _prompts(config: Config, tally: Tally) -> list[Prompt]:
     found = list[Prompt]()
     for source in sources:
         options: dict[str, Any] = {"as_documents": settings.start == "documents"}
-        found += read_prompts(source, tally, **options, max_bad_share=config.data.max_bad_share)
+        with at_setting("write.prompts" if settings.prompts else "data.train"):
+            found += read_prompts(source, tally, **options, max_bad_share=config.data.max_bad_share)
     if settings.max_prompts:
         found = found[: settings.max_prompts]
     if settings.checker and needs_reference(settings.checker):

@@ -343,6 +343,16 @@ def test_compiled_products_are_those_of_the_parts(
     assert distance(to_hidden, gradient.double() @ weight.double()) < 5e-3
 
 
+def test_compiled_products_of_no_rows_are_nothing(units: Bf16Products) -> None:
+    none, weight, to_weight = torch.empty(0, 48), torch.randn(100, 48), torch.ones(100, 48)
+    units.logits(none, weight, torch.empty(0, 100), parts=2)
+    units.to_hidden(torch.empty(0, 100), weight, torch.empty(0, 48))
+    units.to_weight(torch.empty(0, 100), none, to_weight, adds=True)
+    assert (to_weight == 1).all()
+    units.to_weight(torch.empty(0, 100), none, to_weight, adds=False)
+    assert (to_weight == 0).all()
+
+
 def test_compiled_products_repeat_and_do_not_depend_on_the_threads(units: Bf16Products) -> None:
     generator = torch.Generator().manual_seed(4)
     hidden, weight, gradient = (torch.randn(shape, generator=generator) for shape in ((40, 64), (1500, 64), (40, 1500)))

@@ -31,6 +31,7 @@ from stillroom.precision.policy import POLICIES
 from stillroom.teachers.several import live_models
 from stillroom.telemetry import EventLog
 from stillroom.training.build import build_run, make_loader
+from stillroom.training.cut_rounds import is_one_run, sized
 from stillroom.training.memory import (
     AIM,
     COPY,
@@ -110,6 +111,9 @@ def with_processes(target: Target, num_processes: int, strategy: str = "auto", s
 # ---- The plan
 
 
+_IN_ROUNDS = "student.shrink.rounds: memory and time are those of the first round for all steps; later ones take less"
+
+
 @dataclass(frozen=True)
 class Plan:
     target: Target
@@ -172,6 +176,9 @@ def make_plan(
 ) -> Plan:
     """`gpu`: model the time by its published figures. `is_quick`: do not count the data. `probes`: load the models and
     time one real step on this machine."""
+    in_rounds = not is_one_run(config)
+    if in_rounds:
+        config = config.model_copy(update={"student": sized(config, 1)})
     shapes = Shapes(target)
     tell("the models as shapes")
     mode, reason = chosen_mode(config, shapes)
@@ -195,7 +202,10 @@ def make_plan(
     kept, attention = _alternatives(config, shapes, mode, layout.rows)
     return Plan(
         target, mode, reason, layout, totals, kept, attention, fitted, cost, shutil.disk_usage(Path.cwd()).free,
-        (*target.notes, *shapes.notes, *target.sharing.notes, *_of_teachers(config), *_left_out(config)),
+        (
+            *target.notes, *shapes.notes, *target.sharing.notes, *([_IN_ROUNDS] if in_rounds else []),
+            *_of_teachers(config), *_left_out(config),
+        ),
     )  # fmt: skip
 
 
@@ -390,11 +400,17 @@ def _stream(config: Config, now: Layout, _shapes: Shapes) -> Change | None:
                   "its files are read for each micro-batch")  # fmt: skip
 
 
-def _moments(config: Config, _now: Layout, _shapes: Shapes) -> Change | None:
-    if config.precision.moments == "bfloat16":
+def _moments(config: Config, _now: Layout, shapes: Shapes) -> Change | None:
+    """The next smaller storage."""
+    smaller = {
+        "float32": ("bfloat16", "moments have 8 bits of precision, rounded stochastically"),
+        "bfloat16": ("int8", "moments are codes of 8 bits, rounded stochastically"),
+    }
+    is_cut = config.precision.moments == "bfloat16" and shapes.target.sharing.is_sharded
+    if config.precision.moments not in smaller or is_cut:
         return None
-    cost = "moments have 8 bits, rounded stochastically"
-    return Change({"precision.moments": "bfloat16"}, "moments in bfloat16", cost)
+    name, cost = smaller[config.precision.moments]
+    return Change({"precision.moments": name}, f"moments in {name}", cost)
 
 
 def _split(config: Config, now: Layout, _shapes: Shapes) -> Change | None:

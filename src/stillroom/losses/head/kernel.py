@@ -172,6 +172,10 @@ class Bf16Products:
                     f"products of the head: {tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, with "
                     f"logits {list(logits.shape)}"
                 )
+        if not num_rows:  # a row of text may have no scored token
+            if out is not None and form == 2 and not adds:
+                out.zero_()
+            return
         job = _ProductJob(
             hidden=_operand(hidden, parts),
             weight=_operand(weight, parts),

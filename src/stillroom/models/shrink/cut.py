@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,17 +21,27 @@ from stillroom.core.errors import BrokenAtStart, ConfigError
 from stillroom.core.types import Batch, Detail
 from stillroom.models.anatomy import anatomy_of, in_eval_mode, layers_of
 from stillroom.models.load import not_finite_advice
+from stillroom.models.routers import Gate
+from stillroom.models.shrink.budget import Counter, candidates
+from stillroom.models.shrink.experts import Kept, choose_experts, gates_to_cut, kept_rows, without_experts
 from stillroom.models.shrink.layer_choice import (
+    BUDGET_CPU,
+    BUDGET_GPU,
     CHOICE_TOKENS,
     Bypass,
     Choice,
+    Passage,
     Tell,
     blocks_of,
     cannot_be_cut,
     choose_layers,
+    mean_loss,
+    num_positions,
+    num_scored,
     passages,
 )
 from stillroom.models.shrink.width import (
+    Importance,
     Keep,
     check_widths,
     choose,
@@ -74,6 +85,8 @@ def built(teacher: Any, layers: Sequence[int], narrow: Callable[[Any], None] = l
     try:
         config = config_of_layers(teacher.config, layers)
         narrow(config.get_text_config())
+        if hasattr(config, "validate"):
+            config.validate()  # as when it is saved, but before it is trained
         if config._attn_implementation == NAME:
             config._attn_implementation = "sdpa"  # ours is set when the student is prepared for training
         return type(teacher)(config)
@@ -128,12 +141,17 @@ def check_layers(teacher: Any, student: Any, layers: Sequence[int], *, with_numb
 
 
 @torch.no_grad()
-def check_logits(teacher: Any, student: Any, layers: Sequence[int]) -> None:
-    """Raise if the student's logits, with or without a cache, differ from the teacher's without its other layers."""
+def check_logits(
+    teacher: Any, student: Any, layers: Sequence[int], gates: Sequence[Gate] = (), experts: Kept | None = None
+) -> None:
+    """Raise if the student's logits, with or without a cache, differ from the teacher's without its other layers.
+
+    `experts` are those kept of a mixture with these gates.
+    """
     device, dtype = next(teacher.parameters()).device, next(teacher.parameters()).dtype
     ids = torch.arange(2, 2 + _NUM_TRIED).remainder(student.get_output_embeddings().weight.shape[0]).unsqueeze(0)
     bypass = Bypass(teacher)
-    with bypass.without(set(range(bypass.num_layers)) - set(layers)):
+    with bypass.without(set(range(bypass.num_layers)) - set(layers)), without_experts(gates, experts or {}):
         expected = bypass.logits(ids.to(device)).cpu()
     if not bool(expected.isfinite().all()):
         raise BrokenAtStart(
@@ -153,8 +171,8 @@ def check_logits(teacher: Any, student: Any, layers: Sequence[int]) -> None:
             raise cannot_be_cut(
                 teacher,
                 f"with layers {list(layers)} its logits differ by {error_rms:.2g} of their spread from the teacher's "
-                "with the other layers left out",
-                _advice(teacher),
+                f"with the other layers {'and experts ' if experts else ''}left out",
+                ("leave student.shrink.experts out",) if experts else _advice(teacher),
             )
 
 
@@ -181,7 +199,7 @@ def _advice(teacher: Any) -> tuple[str, ...]:
 
 def _makes_no_model(teacher: Any, layers: Sequence[int], error: Exception) -> ConfigError:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    reason = f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
+    reason = f"{type(error).__name__}: {' '.join(lines[:2]) or 'no reason given'}"
     return cannot_be_cut(teacher, f"with layers {list(layers)} it makes no model ({reason})", _advice(teacher))
 
 
@@ -223,29 +241,94 @@ def cut(
 
 
 def _cut(teacher: Any, wanted: ShrinkConfig, batches: list[Batch], choice: Choice | None, tell: Tell) -> Cut:
-    if choice is None:
-        device = next(teacher.parameters()).device
-        texts = passages(batches, CHOICE_TOKENS, device)
+    def without(layers: tuple[int, ...]) -> AbstractContextManager[None]:
+        return Bypass(teacher).without(set(range(len(blocks_of(teacher)))) - set(layers))
+
+    def measured(layers: tuple[int, ...]) -> Importance:
+        with without(layers):  # rank for the student, not for the whole teacher
+            return measure(teacher, batches)
+
+    def make(sizes: ShrinkConfig, layers: tuple[int, ...], importance: Importance | None) -> Any:
+        keep = Keep() if importance is None else choose(teacher, sizes, importance, layers)
+        student = built(teacher, layers, lambda text: shrink_config(text, sizes)).float()
+        _undo_rescaling(teacher)
+        _check_fit(teacher, student, _fill(teacher, student, layers, keep, experts))
+        return student
+
+    gates = gates_to_cut(teacher, wanted.experts) if wanted.experts else []
+    experts: Kept = {}
+    if choice is None and wanted.to:
+        choice = _choose_to_budget(teacher, wanted, batches, tell, measure=measured, make=make)
+    elif choice is None:
+        texts = passages(batches, CHOICE_TOKENS, next(teacher.parameters()).device)
         choice = choose_layers(teacher, wanted, texts, Fit(teacher), tell)
-    layers = choice.layers
-    keep = Keep()
-    if wanted.cuts_width:
-        removed = set(range(len(blocks_of(teacher)))) - set(layers)
-        with Bypass(teacher).without(removed):  # rank for the student, not for the whole teacher
-            importance = measure(teacher, batches)
-        keep = choose(teacher, wanted, importance, layers)
-    student = built(teacher, layers, lambda text: shrink_config(text, wanted)).float()
-    _undo_rescaling(teacher)
-    _check_fit(teacher, student, _fill(teacher, student, layers, keep))
-    check_layers(teacher, student, layers, with_numbers=not wanted.cuts_width)
+    layers, wanted = choice.layers, wanted.model_copy(update=choice.sizes)
+    if gates:
+        with without(layers):
+            experts = choose_experts(teacher, gates, wanted.experts, batches)
+    student = make(wanted, layers, measured(layers) if wanted.cuts_width else None)
+    check_layers(teacher, student, layers, with_numbers=not (wanted.cuts_width or gates))
     if not wanted.cuts_width:
-        check_logits(teacher, student, layers)
+        check_logits(teacher, student, layers, gates, experts)
     student.generation_config = copy.deepcopy(teacher.generation_config)
     return Cut(student, choice, _summary(teacher, student, layers, wanted))
 
 
+def _choose_to_budget(
+    teacher: Any,
+    wanted: ShrinkConfig,
+    batches: Sequence[Batch],
+    tell: Tell,
+    *,
+    measure: Callable[[tuple[int, ...]], Importance],
+    make: Callable[[ShrinkConfig, tuple[int, ...], Importance | None], Any],
+) -> Choice:
+    """Choose layers and sizes. `measure` gives the importance of widths with some layers; `make` cuts a student."""
+    found = candidates(teacher, wanted)
+    device = next(teacher.parameters()).device
+    texts = passages(batches, CHOICE_TOKENS, device)
+    deepest = min(found, key=lambda one: one.layers)
+    choice = choose_layers(teacher, deepest, texts, Fit(teacher), tell)
+    if len(found) == 1 and not found[0].cuts_width:
+        return choice
+    texts = _affordable(texts, len(found) * Counter(teacher)(found[0]), device)
+    tell(f"choosing among {len(found)} students within {wanted.to} by loss on {num_scored(texts):,} tokens")
+    rows: list[dict[str, Any]] = []
+    importance: dict[int, Importance] = {}
+    for one in found:
+        assert isinstance(one.layers, int)
+        layers = choice.at_depth(one.layers, Counter(teacher).num_layers)
+        if one.cuts_width and one.layers not in importance:
+            importance[one.layers] = measure(layers)
+        student = make(one, layers, importance.get(one.layers))
+        sizes = {name: getattr(one, name) for name in ("width", "mlp_width", "heads")}
+        parameters = anatomy_of(student).num_parameters
+        rows.append(
+            {"layers": one.layers, **sizes, "parameters": parameters, "loss": mean_loss(student.to(device), texts)}
+        )
+    row = min(rows, key=lambda row: row["loss"])  # of equals the first
+    others = ", ".join(f"{one['loss']:.3f}" for one in rows if one is not row)
+    why = (
+        f"of {len(rows)} students within {wanted.to} the one with the lowest loss on {num_scored(texts):,} tokens, "
+        f"{row['loss']:.3f}; the others have {others}"
+    )
+    return replace(
+        choice,
+        layers=choice.at_depth(row["layers"], Counter(teacher).num_layers),
+        sizes={name: row[name] for name in ("width", "mlp_width", "heads")},
+        candidates=tuple(rows),
+        why=(why, *choice.why),
+    )
+
+
+def _affordable(texts: list[Passage], parameters: int, device: torch.device) -> list[Passage]:
+    """As many passages as candidates of so many parameters together can read, at least one."""
+    limit = (BUDGET_CPU if device.type == "cpu" else BUDGET_GPU) / (2.0 * parameters)
+    return [text for place, text in enumerate(texts) if not place or num_positions(texts[: place + 1]) <= limit]
+
+
 @torch.no_grad()
-def _fill(teacher: Any, student: Any, layers: tuple[int, ...], keep: Keep) -> list[str]:
+def _fill(teacher: Any, student: Any, layers: tuple[int, ...], keep: Keep, experts: Kept) -> list[str]:
     """Copy the teacher's weights into the student. Return the names of tensors without a counterpart of their shape."""
     source, prefix = teacher.state_dict(), _prefix(teacher)
     misfits = []
@@ -255,6 +338,8 @@ def _fill(teacher: Any, student: Any, layers: tuple[int, ...], keep: Keep) -> li
             number, rest = name.removeprefix(prefix).split(".", 1)
             layer, origin = int(number), f"{prefix}{layers[int(number)]}.{rest}"
         weight: Tensor | None = source.get(origin)
+        if weight is not None and experts:
+            weight = kept_rows(origin, weight, len(target) if target.ndim else 0, experts)
         weight = None if weight is None else shrink_tensor(name, weight.float(), keep, layer)
         if weight is None or weight.shape != target.shape:
             misfits.append(name)
@@ -295,10 +380,16 @@ def _check_fit(teacher: Any, student: Any, misfits: list[str]) -> None:
 def _summary(teacher: Any, student: Any, layers: tuple[int, ...], wanted: ShrinkConfig) -> str:
     before, after = anatomy_of(teacher), anatomy_of(student)
     parts = [f"layers {', '.join(map(str, layers))} of {before.num_layers}"]
-    for name, value in (("width", wanted.width), ("mlp width", wanted.mlp_width), ("heads", wanted.heads)):
+    for name, value in (
+        ("width", wanted.width),
+        ("mlp width", wanted.mlp_width),
+        ("heads", wanted.heads),
+        ("experts", wanted.experts),
+    ):
         if value:
             parts.append(f"{name} {value:,}")
     dtype = str(next(teacher.parameters()).dtype).removeprefix("torch.")
     size = f"{after.num_parameters:,} of {before.num_parameters:,} parameters"
-    summary = f"student cut from the teacher's {dtype} weights: {'; '.join(parts)}; {size}"
+    whole = "an earlier student" if wanted.of_layers else "the teacher"
+    summary = f"student cut from {whole}'s {dtype} weights: {'; '.join(parts)}; {size}"
     return summary if after.num_parameters < before.num_parameters else f"{summary}: nothing was cut, it is a copy"

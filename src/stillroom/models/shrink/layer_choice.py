@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -253,6 +253,18 @@ class Choice:
     layers: tuple[int, ...]
     method: Method
     why: tuple[str, ...] = ()
+    order: tuple[int, ...] = ()  # in which the other layers were taken out; empty where none were
+    sizes: dict[str, int] = field(
+        default_factory=dict
+    )  # widths that were chosen with the layers, for student.shrink.to
+    candidates: tuple[dict[str, Any], ...] = ()  # that they were chosen among
+
+    def at_depth(self, number: int, num_layers: int) -> tuple[int, ...]:
+        """The layers kept by the same method if `number` are kept, more than these."""
+        if self.method == "even":
+            return evenly_spaced(number, num_layers)
+        removed = self.order[: num_layers - number]
+        return tuple(layer for layer in range(num_layers) if layer not in removed)
 
 
 Fits = Callable[[tuple[int, ...]], bool]
@@ -389,7 +401,7 @@ def by_loss(teacher: Any, number: int, texts: Sequence[Passage], fits: Fits, tel
         f"one after another the layer without which the loss on {count:,} tokens was lowest went out "
         f"({', '.join(map(str, order))}): loss {whole:.3f} with all, {loss:.3f} now"
     )
-    return Choice(tuple(kept), "loss", (why,))
+    return Choice(tuple(kept), "loss", (why,), tuple(order))
 
 
 def _least_needed(
@@ -475,11 +487,13 @@ def by_influence(teacher: Any, number: int, texts: Sequence[Passage], fits: Fits
     count = num_positions(texts)
     influence = {layer: finite(total / count) for layer, total in sums.items()}
     kept = list(influence)
+    order: list[int] = []
     while len(kept) > number:
-        kept.remove(_first_that_fits(teacher, kept, influence, fits, number))
+        order.append(_first_that_fits(teacher, kept, influence, fits, number))
+        kept.remove(order[-1])
     gone = max((influence[layer] for layer in influence if layer not in kept), default=0.0)
     why = (
         f"those that change the hidden states most over {count:,} positions: the lowest 1 - cosine of those "
         f"kept is {min(influence[layer] for layer in kept):.3f}, the highest of the others {gone:.3f}"
     )
-    return Choice(tuple(kept), "influence", (why,))
+    return Choice(tuple(kept), "influence", (why,), tuple(order))

@@ -14,6 +14,7 @@ Legend: D width, M neurons, H heads, G query heads for each key-value head, E si
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ from stillroom.models.anatomy import backbone, in_eval_mode, layers_of
 CALIBRATION_BATCHES = 8  # of training data that the importance of widths is measured on
 # Families whose blocks match the table below exactly, and whose forward pass uses no other width.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names of their number in configurations
 
 # The axes of each tensor, by the end of its name. The size of a head is never cut.
 _AXES: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -226,6 +229,9 @@ def _student_name(name: str, layers: Sequence[int]) -> str:
 
 def shrink_config(config: Any, wanted: ShrinkConfig) -> None:
     """Write the new sizes into a configuration, and the size of a head, which would else be derived from the width."""
+    for name in EXPERTS:
+        if wanted.experts and name in vars(config):
+            setattr(config, name, wanted.experts)
     if not wanted.cuts_width:
         return
     groups = int(config.num_attention_heads) // int(config.num_key_value_heads)
@@ -237,6 +243,19 @@ def shrink_config(config: Any, wanted: ShrinkConfig) -> None:
     if wanted.heads:
         config.num_attention_heads = wanted.heads
         config.num_key_value_heads = wanted.heads // groups
+
+
+def kept_size(name: str, shape: Sequence[int], config: Any, wanted: ShrinkConfig) -> int:
+    """The number of elements that `shrink_tensor` keeps of a tensor of the teacher."""
+    if not wanted.cuts_width:
+        return math.prod(shape)
+    whole_heads = int(config.num_attention_heads)
+    heads = wanted.heads or whole_heads
+    sizes = {"width": wanted.width, "neurons": wanted.mlp_width}
+    axes = next(axes for pattern, axes in _AXES if re.search(pattern, name))
+    kept = [sizes.get(axis) or size for axis, size in zip(axes, shape, strict=True)]
+    parts = [heads / whole_heads if axis in ("queries", "keys") else 1.0 for axis in axes]
+    return math.prod(round(size * part) for size, part in zip(kept, parts, strict=True))
 
 
 def shrink_tensor(name: str, tensor: Tensor, keep: Keep, layer: int | None) -> Tensor | None:

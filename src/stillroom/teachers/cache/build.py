@@ -15,6 +15,7 @@ import torch
 from stillroom import __version__
 from stillroom.config import Config
 from stillroom.core.errors import BrokenAtStart, ConfigError, DataError
+from stillroom.core.files import ROUNDS
 from stillroom.data import Corpus, Rows, fixed_rows
 from stillroom.data.corpus import TeacherRows
 from stillroom.data.loader import MixedRows
@@ -58,7 +59,9 @@ def cache_folder(config: Config, folder: Path | None, space: TokenSpace, dtype: 
     spec = cache_spec(config, space.shared)
     told = json.dumps([identity, spec.to_dict(), vocabulary_hash(space.tokenizer)], sort_keys=True)
     name = hashlib.blake2b(told.encode("utf-8"), digest_size=6).hexdigest()
-    return folder.resolve().parent / f"teacher-cache-{name}"
+    home = folder.resolve().parent
+    home = home.parent.parent if home.name == ROUNDS else home  # rounds share that of their run
+    return home / f"teacher-cache-{name}"
 
 
 def check_tokenizer(place: Path, tokenizer: Any) -> Manifest:

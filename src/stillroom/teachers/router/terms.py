@@ -207,6 +207,7 @@ def lookahead_direction(
     direction = {}
     for cell in optimizer.cells["student"]:
         if cell.gradient is not None:
+            assert cell.second is not None  # sar-meta is refused with Muon
             # A parameter without an update has no second moment: its direction is 0.
             count = cell.num_updates.double()
             correction = 1.0 - optimizer.betas[1] ** count.clamp_min(1.0)
