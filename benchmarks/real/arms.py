@@ -72,7 +72,8 @@ ROUNDS = {
     "rollouts.max_new_tokens": 64,
     "rollouts.batch_size": 64,
 }
-BEST = {**KL, **ROUNDS, "student.shrink.method": "loss"}
+MUON = {**KL, "train.optimizer": "muon", "train.schedule": "wsd"}
+BEST = {**MUON, **ROUNDS, "student.shrink.rounds": 2}
 RATES = (1e-3, 5e-4, 2e-3)  # in the order in which they are tried; a trial continues beyond the border
 
 
@@ -105,7 +106,8 @@ ARMS = {
         Arm("cut", "not recovered"),
         Arm("kl", "forward KL, live teacher", KL, "kl", is_main=True),
         Arm("plain", "plain training", PLAIN, "plain", is_main=True),
-        Arm("best", "best recipe", BEST, "best"),
+        Arm("muon", "forward KL, Muon and wsd", MUON, "muon"),
+        Arm("best", "best recipe", BEST, "muon"),
         Arm("rounds", "forward KL, rounds of own text", {**KL, **ROUNDS}, "kl"),
         Arm("cached", "forward KL, stored answers (hybrid)", KL, "kl", epochs_stored=2.0),
         Arm("narrow-cut", "not recovered", HALF_WIDTH, student=NARROW),

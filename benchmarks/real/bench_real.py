@@ -115,7 +115,7 @@ def wanted_jobs(scale: Scale, results: Results, only: set[str]) -> Iterator[tupl
             continue
         needs: set[Job] = texts | ({("arm", arm.base, 0)} if arm.base else set())
         if arm.is_trained:
-            yield ("timing", name), needs | _choice(name)
+            yield ("timing", name), needs
             needs = needs | {("timing", name)} | ({("rate", arm.trial)} if arm.trial else set())
         yield ("arm", name, seed), needs
     for name, form in FILES:
@@ -123,15 +123,9 @@ def wanted_jobs(scale: Scale, results: Results, only: set[str]) -> Iterator[tupl
             yield ("file", name, form), {("arm", name, 0)}
 
 
-def _choice(name: str) -> set[Job]:
-    return {("choice", name)} if ARMS[name].settings.get("student.shrink.method") == "loss" else set()
-
-
 def _trial_jobs(scale: Scale, results: Results, name: str) -> Iterator[tuple[Job, set[Job]]]:
     """Its timing, then rates: the first ones at once, further ones by what was found."""
-    for one in _choice(name):
-        yield one, {("text", "all")}
-    yield ("timing", name), {("text", "all"), *_choice(name)}
+    yield ("timing", name), {("text", "all")}
     first = RATES[: scale.num_rates]
     for rate in first:
         yield ("trial", name, rate), {("timing", name)}
@@ -216,8 +210,6 @@ def work(wanted: argparse.Namespace, job: Job) -> None:
             made = place.write(kind)
         case ("text", _):
             made = one_arm.run_texts(place)
-        case ("choice", name):
-            made = one_arm.run_choice(place, name)
         case ("timing", name):
             made = one_arm.run_timing(place, name)
         case ("trial", name, rate):

@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +56,6 @@ def run_texts(place: Place) -> Record:
     return {**counts, "dev_sha256": sha256(place.texts.dev), "prompts_seen": seen_prompts(place)}
 
 
-def run_choice(place: Place, name: str) -> Record:
-    """Choose the layers of an arm once: every run of it then has them, and their CPU seconds are counted in its."""
-    folder = place.work / "choices" / name
-    folder.mkdir(parents=True, exist_ok=True)
-    load_models(place.config(ARMS[name]), CPU, folder=folder)
-    return dict(json.loads((folder / "cut.json").read_text(encoding="utf-8")))
-
-
 def run_timing(place: Place, name: str) -> Record:
     """CPU seconds of a step of an arm, with what is spent between steps; of stored answers also those of asking."""
     arm, folder = ARMS[name], place.work / "timings" / name
@@ -72,12 +66,12 @@ def run_timing(place: Place, name: str) -> Record:
         asked = _asked(place, arm, folder.with_name(f"{name}-answers"), **over)
         over["teacher.cache"] = str(folder.with_name(f"{name}-answers"))
     _trained(_config(place, arm, **over), folder)
-    _spent, steps_seen = _log_of(folder)
-    later = {number: record for number, record in steps_seen.items() if number > 1}  # the first allocates and warms up
+    runs = [_log_of(run) for run in _runs_of(folder)]
+    later = [one for run in runs for number, one in run.steps.items() if number > 1]  # the first allocates and warms up
     made = {
         "steps": len(later),
-        "cpu_seconds_per_step": sum(record["cpu"] for record in later.values()) / len(later),
-        "tokens_per_step": sum(record["tokens"] for record in later.values()) / len(later),
+        "cpu_seconds_per_step": sum(one["cpu"] for one in later) / len(later),
+        "tokens_per_step": sum(one["tokens"] for one in later) / len(later),
         **({"cpu_seconds_per_token_asked": asked["cpu_seconds"] / asked["positions"]} if asked else {}),
     }
     shutil.rmtree(folder)
@@ -88,9 +82,9 @@ def run_trial(place: Place, name: str, rate: float, steps: int) -> Record:
     """The dev bits per byte of an arm's students, by the learning rate, after a short run with a whole schedule."""
     folder = place.work / "trials" / f"{name}-{rate:g}"
     summary = _trained(_config(place, ARMS[name], **{"train.learning_rate": rate, **_lasting(steps, 1)}), folder)
-    spent, _steps = _log_of(folder)
+    spent = sum(sum(_log_of(run).spent.values()) for run in _runs_of(folder))
     made = {"arm": name, "rate": rate, "steps": steps, "status": summary["status"]}
-    made |= {"cpu_seconds": round(sum(spent.values()), 1), "dev_bits_per_byte": summary["student"]["bits_per_byte"]}
+    made |= {"cpu_seconds": round(spent, 1), "dev_bits_per_byte": summary["student"]["bits_per_byte"]}
     shutil.rmtree(folder)
     return made
 
@@ -106,8 +100,7 @@ def run_arm(place: Place, name: str, seed: int, *, rate: float, seconds: float, 
         over["data.train_share"] = min(1.0, tokens / _num_tokens(place))
         asked = _asked(place, arm, folder.with_name(f"{folder.name}-answers"), **over)
         over["teacher.cache"] = str(folder.with_name(f"{folder.name}-answers"))
-    before = asked.get("cpu_seconds", 0.0) + _chosen(place, arm).get("cpu_seconds", 0.0)
-    steps = planned_steps(allowed, timing["cpu_seconds_per_step"], spent=before, least=2)
+    steps = planned_steps(allowed, timing["cpu_seconds_per_step"], spent=asked.get("cpu_seconds", 0.0), least=4)
     over |= _lasting(steps, place.scale.evaluations)
     summary = _trained(_config(place, arm, **over), folder)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
@@ -115,7 +108,7 @@ def run_arm(place: Place, name: str, seed: int, *, rate: float, seconds: float, 
         **_named(arm, seed),
         "settings": {**SHARED, **arm.settings, **over},
         "planned_cpu_seconds": round(allowed, 1),
-        **_told_by(place, arm, folder, summary, asked),
+        **_told_by(folder, summary, asked),
         **judge(place, _student(place, arm, seed)),
     }
 
@@ -146,16 +139,9 @@ def student_of(place: Place, name: str, seed: int = 0) -> Path:
 
 
 def _config(place: Place, arm: Arm, **over: Any) -> Config:
-    """The configuration of a run of an arm, with its base and with layers that were chosen before."""
-    begin: Record = {"student.model": str(student_of(place, arm.base))} if arm.base else {}
-    if chosen := _chosen(place, arm):
-        begin["student.shrink.layers"] = chosen["layers"]
-    return place.config(arm, **begin, **over)
-
-
-def _chosen(place: Place, arm: Arm) -> Record:
-    path = place.work / "choices" / arm.name / "cut.json"
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+    """The configuration of a run of an arm, with its base."""
+    base = {"student.model": str(student_of(place, arm.base))} if arm.base else {}
+    return place.config(arm, **base, **over)
 
 
 def _named(arm: Arm, seed: int) -> Record:
@@ -217,11 +203,28 @@ def _trained(config: Config, folder: Path) -> Record:
     return {**result, "peak_bytes": json.loads(memory.read_text(encoding="utf-8"))["bytes"]}
 
 
-def _log_of(folder: Path) -> tuple[dict[str, float], dict[int, dict[str, float]]]:
-    """CPU seconds by kind, and of each step with a round before it; what a kill repeated counts once."""
+@dataclass(frozen=True)
+class _Log:
+    """CPU seconds of a run by kind, and of each step with a round of rollouts before it."""
+
+    spent: dict[str, float]
+    steps: dict[int, dict[str, float]]
+    events: list[Record]
+
+
+def _runs_of(folder: Path) -> list[Path]:
+    """The runs of an arm in their order: rounds of a student that is cut in rounds, then itself."""
+    return [*sorted(path.parent for path in folder.glob("rounds/*/events.jsonl")), folder]
+
+
+def _log_of(folder: Path) -> _Log:
+    """Read a run's log; what a kill repeated counts once."""
     events = scan_events(folder / "events.jsonl").records
-    steps = {event["step"]: {"cpu": event["cpu_seconds"], "tokens": event["tokens"]} for event in events
-             if event["event"] == "step"}  # fmt: skip
+    steps = {
+        event["step"]: {"cpu": event["cpu_seconds"], "tokens": event["tokens"]}
+        for event in events
+        if event["event"] == "step"
+    }
     spent = {"steps": sum(record["cpu"] for record in steps.values())}
     rounds = {event["round"]: event for event in events if event["event"] == "rollouts"}
     for event in rounds.values():
@@ -229,43 +232,48 @@ def _log_of(folder: Path) -> tuple[dict[str, float], dict[int, dict[str, float]]
         if after in steps:
             steps[after]["cpu"] += event["cpu_seconds"]
     if rounds:
-        spent["rounds"] = sum(event["cpu_seconds"] for event in rounds.values())
-    return spent, steps
+        spent["rollouts"] = sum(event["cpu_seconds"] for event in rounds.values())
+    cut = folder / "cut.json"
+    if cut.exists():
+        spent["cut"] = json.loads(cut.read_text(encoding="utf-8"))["cpu_seconds"]
+    return _Log(spent, steps, list(events))
 
 
-def _told_by(place: Place, arm: Arm, folder: Path, summary: Mapping[str, Any], asked: Mapping[str, Any]) -> Record:
-    """What the log and the summary of a run say."""
-    events = scan_events(folder / "events.jsonl").records
-    spent, steps = _log_of(folder)
-    path = folder / "cut.json"
-    cut: Record = _chosen(place, arm) or (json.loads(path.read_text(encoding="utf-8")) if path.exists() else {})
-    if asked:
-        spent["asking"] = asked["cpu_seconds"]
-    if cut:
-        spent["cut"] = cut["cpu_seconds"]
-    before, so_far, reached = spent.get("asking", 0.0) + spent.get("cut", 0.0), {0: 0.0}, 0.0
-    for number, record in sorted(steps.items()):
-        reached += record["cpu"]
-        so_far[number] = reached
+def _told_by(folder: Path, summary: Mapping[str, Any], asked: Mapping[str, Any]) -> Record:
+    """What the logs and the summary of an arm say. The curve is of students of the final size alone."""
+    *earlier, last = (_log_of(run) for run in _runs_of(folder))
+    spent: Counter[str] = Counter({"asking": asked["cpu_seconds"]} if asked else {})
+    for run in earlier:
+        spent.update(run.spent)
+    before = spent.total() + last.spent.get("cut", 0.0)
+    spent.update(last.spent)
+    so_far = {0: before}
+    for number, record in sorted(last.steps.items()):
+        so_far[number] = so_far[number - 1] + record["cpu"]
     curve = [
-        {"cpu_seconds": round(before + so_far[event["step"]], 1), "step": event["step"],
-         "bits_per_byte": event["bits_per_byte"]}
-        for event in events if event["event"] == "eval" and event["step"] in so_far
-    ]  # fmt: skip
+        {
+            "cpu_seconds": round(so_far[event["step"]], 1),
+            "step": event["step"],
+            "bits_per_byte": event["bits_per_byte"],
+        }
+        for event in last.events
+        if event["event"] == "eval" and event["step"] in so_far
+    ]
+    cut = folder / "cut.json"
     return {
         "status": summary["status"],
-        "steps": summary["steps"],
-        "tokens": summary["tokens"],
+        "steps": sum(len(run.steps) for run in (*earlier, last)),
+        "tokens": sum(step["tokens"] for run in (*earlier, last) for step in run.steps.values()),
         "learning_rate": summary["learning_rate"],
         "trained_parameters": summary["trained_parameters"],
         "skipped": summary["skipped"],
         "rollbacks": summary["rollbacks"],
-        "starts": sum(event["event"] == "run_start" for event in events),
+        "starts": sum(event["event"] == "run_start" for event in last.events),
         "best_step": summary["best_step"],
         "cpu_seconds": {name: round(value, 1) for name, value in spent.items()},
         "curve": curve,
         "peak_gigabytes": round(summary["peak_bytes"] / 1e9, 2),
-        "layers_kept": cut.get("layers", []),
+        "layers_kept": json.loads(cut.read_text(encoding="utf-8"))["layers"] if cut.exists() else [],
         **({"answers_stored": dict(asked)} if asked else {}),
     }
 
