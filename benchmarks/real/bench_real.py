@@ -31,7 +31,7 @@ from typing import Any
 
 from arms import ARMS, RATES, SCALES, SHARED, Scale, order, trials
 from budget import arm_seconds, next_rate, planned_steps
-from draw import Record, Results, draw
+from draw_real import Record, Results, draw
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs"

@@ -466,7 +466,7 @@ def _method(results: Results, mark: Marks, made: Record) -> Iterator[str]:
     versions = ", ".join(f"{name} {machine['versions'][name]}" for name in ("torch", "transformers"))
     yield (
         f"{machine['processor']}, {machine['cores']} cores, {versions}, Python {machine['python']}. Drawn by "
-        "`benchmarks/real/draw.py` from `benchmarks/real/results`."
+        "`benchmarks/real/draw_real.py` from `benchmarks/real/results`."
     )
 
 
