@@ -214,6 +214,7 @@ def test_the_page_says_what_is_missing_and_what_was_not_met(results: Any) -> Non
     told = draw_real.page(results, draw_real.figures(results), "")
     assert "seed 2" in told and "best recipe (seed 0)" in told
     assert "the highest tried" in told
+    assert ">74.8<" in told, "per cent that two seeds won back"
     assert "t / 'x'" in told and "t | `x`" not in told
 
 
