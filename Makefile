@@ -115,6 +115,7 @@ bench-scale: $(STAMP)
 figures: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	$(BIN)/python benchmarks/demo/bench_demo.py draw
+	$(BIN)/python benchmarks/real/bench_real.py --draw
 	$(BIN)/python scripts/figures.py --write
 	$(BIN)/python scripts/reference.py
 	$(BIN)/python scripts/make_notebook.py

@@ -54,6 +54,7 @@ def arguments() -> argparse.Namespace:
         parser.error(f"there is no arm {', '.join(sorted(strange))}: one of write, {', '.join(ARMS)}")
     wanted.scale = SCALES["small" if wanted.small else "night"]
     wanted.results = wanted.results or (wanted.cache / "small-results" if wanted.small else HERE / "results")
+    wanted.docs = PAGE if wanted.results == HERE / "results" else None  # the page of other results lies next to them
     return wanted
 
 
@@ -67,7 +68,7 @@ def main() -> None:
     if not wanted.draw:
         plan(wanted)
         failed = run_all(wanted, results)
-    draw(results, None if wanted.small else PAGE)
+    draw(results, wanted.docs)
     if failed:
         raise SystemExit(f"failed: {', '.join(map(told, failed))}; see {wanted.cache / 'logs'}")
 
@@ -157,7 +158,7 @@ def run_all(wanted: argparse.Namespace, results: Results) -> set[Job]:
                 if process.returncode:
                     failed.add(job)
                 print(f"{now()}  {'failed' if process.returncode else 'done'}: {told(job)}", flush=True)
-                draw(results, None if wanted.small else PAGE)
+                draw(results, wanted.docs)
             done = done_jobs(wanted.scale, results)
             for job, needs in wanted_jobs(wanted.scale, results, only):
                 if len(running) < wanted.workers and job not in {*done, *running, *failed} and needs <= done:

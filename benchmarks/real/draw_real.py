@@ -240,8 +240,8 @@ def draw(results: Results, docs: Path | None) -> None:
     made = figures(results)
     (results.folder / "figures.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     picture = docs / "images" / "flagship.svg" if docs else results.folder / "flagship.svg"
-    is_drawn = plot(results, picture)
-    text = page(results, made, picture.name if not docs else f"images/{picture.name}" if is_drawn else "")
+    link = f"images/{picture.name}" if docs else picture.name
+    text = page(results, made, link if plot(results, picture) else "")
     (docs / "results.md" if docs else results.folder / "results.md").write_text(text, encoding="utf-8")
 
 
@@ -504,6 +504,7 @@ def plot(results: Results, path: Path) -> bool:
             axis.plot(*zip(*points, strict=True), color=COLORS[name], label=label, linewidth=1.6 if seed == 0 else 0.8)
             lowest = min(lowest, *(share for hours, share in points[1:]))
         axis.axhline(100, color=INK, linewidth=0.8, linestyle=":")
+        axis.annotate("teacher", (0, 100), (3, -3), textcoords="offset points", va="top", fontsize=8, color=INK)
         axis.set_ylim(max(0.0, lowest - 3), 102)
         axis.set_xlim(left=0)
         axis.set_title(f"{student}", loc="left", fontsize=9, color=INK)

@@ -218,6 +218,16 @@ def test_the_page_says_what_is_missing_and_what_was_not_met(results: Any) -> Non
     assert "t / 'x'" in told and "t | `x`" not in told
 
 
+def test_the_page_of_the_documentation_is_that_of_the_result_files() -> None:
+    committed = draw_real.Results(bench_real.HERE / "results")
+    if not (committed.folder / "plan.json").exists():
+        pytest.skip("there are no results yet")
+    made = draw_real.figures(committed)
+    assert made == json.loads((committed.folder / "figures.json").read_text(encoding="utf-8"))
+    page = (bench_real.PAGE / "results.md").read_text(encoding="utf-8")
+    assert draw_real.page(committed, made, "images/flagship.svg") == page
+
+
 def test_what_is_won_back_is_a_share_of_what_the_cut_added(results: Any) -> None:
     made = draw_real.figures(results)["arms"]
     assert made["kl"]["test"]["won_back"] == pytest.approx((0.75 + 0.745) / 2)
