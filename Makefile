@@ -90,7 +90,7 @@ bench-reliability: $(BENCH_STAMP)
 
 # One thread each: the models are too small for two, and a run is then the same on every machine of a kind.
 bench-quality: $(BENCH_STAMP)
-	for name in transfer divergence temperature shrink tokens curriculum sparse crosstok; do \
+	for name in transfer divergence temperature shrink tokens curriculum sparse crosstok optimizers; do \
 	  OMP_NUM_THREADS=1 $(BENCH)/bin/python benchmarks/quality/bench_$$name.py || exit 1; done
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python benchmarks/quality/router/bench_router.py
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python benchmarks/quality/rollouts/bench_rollouts.py
@@ -143,7 +143,7 @@ test-wheel: dist
 	$(PYTHON) -m venv $(PLACE)
 	$(PLACE)/bin/pip install --quiet -c constraints.txt dist/*.whl
 	cd $(PLACE) && bin/stillroom selftest && bin/stillroom distill --out run
-	$(PLACE)/bin/pip install --quiet -c constraints.txt pytest hypothesis
+	$(PLACE)/bin/pip install --quiet -c constraints.txt "$$(ls dist/*.whl)[peft,quantised]" pytest hypothesis
 	cd $(PLACE) && bin/python -m pytest -p no:cacheprovider $(CURDIR)/tests/examples
 	rm -rf $(PLACE)
 

@@ -77,6 +77,7 @@ ALWAYS = [
     "train.gradient_accumulation_steps",
     "train.learning_rate",
     "train.schedule",
+    "train.optimizer",
     "train.warmup_steps",
     "train.max_warmup_share",
     "train.weight_decay",

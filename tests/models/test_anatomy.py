@@ -7,17 +7,20 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MambaConfig
 
 from stillroom.core.types import HeadWeights
-from stillroom.models.anatomy import anatomy_of, head_error, head_logits, head_of
+from stillroom.models.anatomy import anatomy_of, head_error, head_logits, head_of, hidden_matrices
 
 IDS = torch.arange(12).unsqueeze(0)
 
 
 def model_of(family: str = "llama") -> torch.nn.Module:
     torch.manual_seed(0)
-    model: torch.nn.Module = AutoModelForCausalLM.from_config(tiny.config(family)).eval()
+    config = (
+        MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1) if family == "mamba" else tiny.config(family)
+    )
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(config).eval()
     return model
 
 
@@ -78,3 +81,27 @@ def test_weights_that_are_packed_count_as_many_as_they_are() -> None:
     layer.weight = torch.nn.Parameter(torch.zeros(shape.numel() // 2, 1, dtype=torch.uint8), requires_grad=False)
     layer.weight.quant_state = SimpleNamespace(shape=shape)
     assert anatomy_of(model).num_parameters == whole
+
+
+NOT_HIDDEN = {  # the modules of matrices that Muon does not update
+    "llama": {"embed_tokens", "lm_head"},
+    "gpt2": {"wte", "wpe"},
+    "mixtral": {"embed_tokens", "lm_head", "gate"},
+    "gpt_oss": {"embed_tokens", "lm_head", "router", "experts"},  # a bias for each expert
+    "dbrx": {"wte", "lm_head", "layer", "mlp"},  # the gate, and all experts in one matrix
+    "mamba": {"embeddings", "mixer", "conv1d", "dt_proj"},  # rates of the state, filters, a column
+}
+
+
+@pytest.mark.parametrize("family", NOT_HIDDEN)
+def test_hidden_matrices_are_those_that_multiply_features(family: str) -> None:
+    model = model_of(family)
+    found = hidden_matrices(model)
+    left = {name for name, parameter in model.named_parameters() if parameter.ndim >= 2 and name not in found}
+    assert {name.split(".")[-2] for name in left} == NOT_HIDDEN[family]
+    assert any("experts" in name for name in found) == (family in ("mixtral", "gpt_oss"))
+    assert all(min(parameter.shape[-2:]) > 1 for parameter in found.values())
+
+
+def test_what_is_frozen_is_no_hidden_matrix() -> None:
+    assert not hidden_matrices(model_of().requires_grad_(False))

@@ -50,7 +50,7 @@ def give_gradients(parameters: list[nn.Parameter], generator: torch.Generator) -
         parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
 
 
-@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("mode", list(POLICIES))
 def test_an_update_takes_no_more_kernels_for_more_tensors(mode: str, moments: str) -> None:
     counts = []
@@ -78,8 +78,10 @@ def tensor_by_tensor(optimizer: AdamW) -> None:
     """The same update in the plainest way: each tensor read, updated, rounded and written by itself."""
     generator = torch.Generator().manual_seed((optimizer.seed * 1_000_003 + optimizer.num_updates) & (2**63 - 1))
     for cell in sorted(optimizer.cells["student"], key=lambda cell: cell.decay):
-        weight, first, second = cell.storage.read(), cell.first.read(), cell.second.read()
-        assert cell.gradient is not None
+        assert cell.gradient is not None and cell.second is not None
+        weight = cell.storage.read()
+        held = [(one, type(one).read_all([one])) for one in (cell.first, cell.second)]
+        first, second = (values.parts[0] for _one, values in held)
         adamw(
             [weight], [cell.gradient.float() * 0.5], [first], [second], [], [cell.num_updates], fused=True,
             amsgrad=False, beta1=optimizer.betas[0], beta2=optimizer.betas[1], lr=1e-2, weight_decay=cell.decay,
@@ -94,13 +96,13 @@ def tensor_by_tensor(optimizer: AdamW) -> None:
                 cell.storage.extra()["residual"].copy_(residual)
             case "Stochastic":
                 cell.parameter.data.copy_(storage.stochastic_fp16(weight, generator))
-        for moment, values in ((cell.first, first), (cell.second, second)):
-            if moment.values.dtype == torch.bfloat16:
-                moment.values.copy_(storage.stochastic_bf16(values, generator))
+        for moment, values in held:
+            bits = storage.random_bits(moment.draws, storage.BF16_BITS, generator, weight.device)
+            type(moment).write_all([moment], values, bits if moment.draws else None)
     optimizer.num_updates += 1
 
 
-@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("mode", list(POLICIES))
 def test_many_at_a_time_gives_the_bits_of_one_at_a_time(mode: str, moments: str) -> None:
     (together, ours), (alone, theirs) = made(mode, moments, 3), made(mode, moments, 3)

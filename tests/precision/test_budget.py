@@ -25,7 +25,7 @@ def trained(mode: str, moments: str, accumulation: int) -> tuple[nn.Parameter, A
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("mode", list(POLICIES))
 def test_the_bytes_of_a_parameter_are_those_of_its_tensors(mode: str, moments: str, accumulation: int) -> None:
     matrix, optimizer = trained(mode, moments, accumulation)
@@ -43,3 +43,5 @@ def test_the_bytes_of_a_parameter_are_those_of_its_tensors(mode: str, moments: s
 def test_on_a_card_nothing_is_counted_that_is_in_main_memory() -> None:
     assert [bytes_per_parameter(mode).on_device for mode in POLICIES] == [16, 18, 18, 16, 14, 12]
     assert bytes_per_parameter("fp16-sr", "bfloat16").on_device == 8
+    assert bytes_per_parameter("fp16-sr", "int8").on_device == 6
+    assert bytes_per_parameter("fp32", num_moments=1).on_device == 12, "Muon"

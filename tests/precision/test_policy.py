@@ -51,7 +51,7 @@ def train(mode: str, rate: float, steps: int = 100, moments: str = "float32") ->
 
 
 @pytest.mark.parametrize("mode", HALF_MODES)
-@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("rate", [2e-3, 5e-6])
 def test_half_weights_move_as_far_as_full_ones(mode: str, moments: str, rate: float) -> None:
     start = {name: p.data.clone() for name, p in parameters()}

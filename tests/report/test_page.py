@@ -326,6 +326,11 @@ def test_values_of_the_wrong_type_in_a_log_are_left_blank_and_the_others_shown(t
     assert "a prompt" in page.text and "an answer" in page.text and "try" in page.text
 
 
+def test_an_answer_of_white_space_is_named_and_not_an_empty_box(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text(json.dumps({"event": "sample", "prompt": "a", "student": " \n "}) + "\n")
+    assert "nothing but white space" in page_of(tmp_path).text
+
+
 def test_a_refused_disk_is_an_error_with_its_exit_code(tmp_path: Path) -> None:
     with pytest.raises(CannotSave):
         write_report(tmp_path / "not there")

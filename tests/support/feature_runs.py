@@ -57,6 +57,8 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "fp16-split": ("plain", {"precision.mode": "fp16-split"}),
     "fp16-sr": ("plain", {"precision.mode": "fp16-sr"}),
     "moments in BF16": ("plain", {"precision.moments": "bfloat16"}),
+    "moments in int8": ("plain", {"precision.moments": "int8"}),
+    "Muon": ("plain", {"train.optimizer": "muon"}),
     "DoRA over an FP16 base": (
         "plain", {"student.adapter.rank": 3, "student.adapter.kind": "dora", "student.adapter.base_dtype": "float16"},
     ),

@@ -35,7 +35,7 @@ def parts(mode: str, moments: str) -> tuple[torch.nn.Module, AdamW]:
     return student, precision.optimizer(groups, config.train)
 
 
-@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("mode", list(POLICIES))
 @pytest.mark.parametrize("on_exhausted", ["halt", "reset"])
 def test_the_budget_is_what_the_ring_and_the_best_student_take(mode: str, moments: str, on_exhausted: str) -> None:
@@ -48,7 +48,8 @@ def test_the_budget_is_what_the_ring_and_the_best_student_take(mode: str, moment
     state = sum(part.numel() * part.element_size() for part in optimizer.tensors().values())
     num_copies = 4 if on_exhausted == "reset" else 3
     held = num_copies * (weights + state + 4 * projector.numel()) + weights
-    assert state_copies(config, mode, optimizer).kept == pytest.approx(held, rel=1e-3)
+    rel = 1e-2 if moments == "int8" else 1e-3
+    assert state_copies(config, mode, optimizer).kept == pytest.approx(held, rel=rel), "scales are not counted"
 
 
 def test_snapshots_go_to_the_disk_where_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

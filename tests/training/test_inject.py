@@ -85,6 +85,20 @@ def test_after_a_single_fault_the_student_is_better_than_before_and_all_saved_te
     assert any(fault.split("@")[0] in text for text in notes), "the injection itself is in the log"
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_nan_among_moments_in_eight_bits_is_rolled_back(world: Path, tmp_path: Path, optimizer: str) -> None:
+    over = {
+        "precision__moments": "int8",
+        "train__optimizer": optimizer,
+        "train__max_steps": 20,
+        "train__eval_steps": 20,
+    }
+    result = run(world, tmp_path / "run", "nan_moment@12", **over)
+    assert result.summary["status"] == "done" and result.summary["steps"] == 20
+    assert [event["action"] for event in guard_events(tmp_path / "run")] == ["rollback"]
+    assert_all_saved_tensors_finite(tmp_path / "run")
+
+
 @pytest.mark.parametrize("precision", ["fp16-mixed", "fp16-master", "fp16-split", "fp16-sr"])
 def test_after_many_faults_in_fp16_the_student_is_better_and_all_saved_tensors_are_finite(
     world: Path, tmp_path: Path, precision: str

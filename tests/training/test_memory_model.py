@@ -62,6 +62,28 @@ def test_weights_and_moments_are_those_of_every_parameter(world: Path, shapes: S
     assert layout.device["teacher"] == 4 * layout.teacher.parameters
 
 
+def test_int8_and_muon_shrink_the_moments_and_what_is_kept_of_them(world: Path, shapes: Shapes) -> None:
+    whole = laid_out(world, shapes)
+    count, hidden = whole.sizes.num_trained, whole.sizes.hidden
+    coded, muon, both = (
+        laid_out(world, shapes, **over)
+        for over in (
+            {"precision__moments": "int8"},
+            {"train__optimizer": "muon"},
+            {"precision__moments": "int8", "train__optimizer": "muon"},
+        )
+    )
+    assert coded.device["moments"] == 2 * count
+    assert muon.device["moments"] == 8 * count - 4 * hidden and 0.5 * count < hidden < count
+    assert both.device["moments"] == 2 * count - hidden
+    for layout in (coded, muon, both):
+        saved = whole.device["moments"] - layout.device["moments"]
+        assert whole.host["copy to save"] - layout.host["copy to save"] == saved
+        assert whole.disk["checkpoints"] - layout.disk["checkpoints"] == saved * (
+            whole.disk["checkpoints"] // (16 * count)
+        )
+
+
 def test_more_rows_keep_more_activations(world: Path, shapes: Shapes) -> None:
     one, four = (laid_out(world, shapes, train__batch_size=rows).trace.kept for rows in (2, 8))
     assert 3.5 * one < four < 4.1 * one

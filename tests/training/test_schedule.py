@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +26,7 @@ def test_windows_cover_every_batch_once(num_batches: int, accumulation: int) -> 
 @given(
     st.integers(1, 5_000),
     st.integers(0, 5_000),
-    st.sampled_from(["cosine", "linear", "constant"]),
+    st.sampled_from(["cosine", "linear", "constant", "wsd"]),
     st.floats(0, 1),
 )
 def test_the_rate_is_positive_and_at_most_its_peak(steps: int, warmup: int, shape: str, floor: float) -> None:
@@ -40,9 +42,27 @@ def test_the_first_step_of_a_warmup_learns() -> None:
     assert Schedule(100, 10).factor(9) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("shape", ["cosine", "linear"])
+@pytest.mark.parametrize("shape", ["cosine", "linear", "wsd"])
 def test_a_schedule_ends_at_its_floor(shape: str) -> None:
     assert Schedule(100, 10, shape, 0.1).factor(100) == pytest.approx(0.1)  # type: ignore[arg-type]
+
+
+def test_wsd_is_stable_until_its_last_fifth_and_falls_by_a_square_root() -> None:
+    schedule = Schedule(100, 10, "wsd", 0.1)
+    assert [schedule.factor(applied) for applied in (9, 10, 50, 79, 80)] == [1.0] * 5
+    assert schedule.factor(85) == pytest.approx(1.0 - 0.9 * 0.5), "a quarter of the decay"
+    assert schedule.factor(99) == pytest.approx(1.0 - 0.9 * math.sqrt(19 / 20))
+
+
+def test_a_longer_wsd_has_the_same_rates_until_the_shorter_one_decays() -> None:
+    short, long = Schedule(100, 10, "wsd"), Schedule(1000, 10, "wsd")
+    assert [short.factor(step) for step in range(80)] == [long.factor(step) for step in range(80)]
+
+
+def test_a_decay_longer_than_what_is_left_begins_after_the_warmup() -> None:
+    schedule = Schedule(100, 60, "wsd", decay_ratio=0.9)
+    assert schedule.factor(59) == schedule.factor(60) == 1.0
+    assert schedule.factor(70) == pytest.approx(0.5) and schedule.factor(100) == 0.0
 
 
 def test_an_explicit_warmup_never_eats_the_whole_run() -> None:

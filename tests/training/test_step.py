@@ -27,8 +27,11 @@ def test_a_step_reads_from_the_device_once(make_run: Any, count_reads: Any, prec
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16-mixed", "fp16-master", "fp16-split", "fp16-sr"])
-def test_a_skipped_step_changes_neither_weights_nor_moments(make_run: Any, precision: str) -> None:
-    run = make_run(precision__mode=precision, guard__max_retries=0)
+@pytest.mark.parametrize("over", [{}, {"precision__moments": "int8", "train__optimizer": "muon"}])
+def test_a_skipped_step_changes_neither_weights_nor_moments(
+    make_run: Any, precision: str, over: dict[str, str]
+) -> None:
+    run = make_run(precision__mode=precision, guard__max_retries=0, **over)
     state = RunState()
     for index in range(3):
         train_step(run, state, run.loader.window(index))

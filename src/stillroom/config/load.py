@@ -255,6 +255,7 @@ def _read_text(path: Path) -> str:
             near = difflib.get_close_matches(path.name, _names(path.parent), n=1)
             raise ConfigError(
                 f"there is no configuration file {path}",
+                where="CONFIG",
                 advice=[
                     f"did you mean {path.parent / near[0]}?" if near else "check the path, or leave it out for the demo"
                 ],

@@ -257,7 +257,7 @@ def stored_files(
     variant = " ".join([*(["cut"] if cuts else []), *([day_or_today(config.day)] if prints else [])])
     opened: list[StoredFile] = []
     for path, name in files:
-        read = partial(read_file, path, name, spec=spec, is_alone=is_alone, columns=source.needed_columns)
+        read = partial(read_file, path, name, is_alone=is_alone, columns=source.needed_columns)
         items = partial(_cut_items, name, read) if cuts else read
         opened.append(store.open(DataFile(path, name, items, variant)))
         tally.absorb(opened[-1].tally)

@@ -387,7 +387,7 @@ _PRODUCTS = {"fp32": 1e-5, "bf16-mixed": 3e-2}
 _HALF_PRODUCTS = 4e-3
 # What is lost of the way that thirty updates go: FP32 sums, 22 bits, FP16 rounded stochastically.
 _WAYS = {"fp32": 1e-4, "bf16-mixed": 1e-4, "fp16-mixed": 1e-4, "fp16-master": 1e-4, "fp16-split": 1e-3, "fp16-sr": 5e-2}
-_BF16_MOMENTS = 3e-2  # rounded stochastically to 8 bits
+_MOMENTS = {"float32": 0.0, "bfloat16": 3e-2, "int8": 0.1}  # rounded to 8 bits of precision, to codes of 3
 _SMALL_RATE, _SMALL_STEPS = 5e-6, 120  # updates below half of FP16's spacing at weights of 0.02
 _SMALL_LOSS = 0.03  # of the mean way of 2,304 weights
 
@@ -396,7 +396,7 @@ def precision_trials(device: torch.device) -> Iterator[Trial]:
     where = "" if device.type == "cpu" else f" on {device}"
     for mode in POLICIES:
         yield Trial("precision", f"{mode}{where}: products", functools.partial(_products, mode, device))
-        for moments in ("float32", "bfloat16"):
+        for moments in ("float32", "bfloat16", "int8"):
             measure = functools.partial(_updates, mode, moments, device)
             yield Trial("precision", f"{mode}{where}: updates, {moments} moments", measure)
         small = functools.partial(_small_updates, mode, device)
@@ -437,7 +437,7 @@ def _updates(mode: str, moments: str, device: torch.device) -> Measured:
     weight = _draw(0, _SIZE, _SIZE, spread=0.02).half().double()  # every storage can hold it
     gradients = [_draw(10 + step, _SIZE, _SIZE, spread=1.0).half().float() for step in range(30)]
     own, expected = _trained(precision, weight, gradients, 1e-3), _adamw(weight, gradients, 1e-3)
-    bound = _WAYS[mode] if moments == "float32" else max(_BF16_MOMENTS, _WAYS[mode])
+    bound = max(_MOMENTS[moments], _WAYS[mode])
     return Measured(away(own - weight, expected - weight), bound, "the way the weights went")
 
 

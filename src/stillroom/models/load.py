@@ -68,7 +68,7 @@ from stillroom.models.files import (
     teacher_identity,
 )
 from stillroom.models.gguf import gguf_config, gguf_network, gguf_tokenizer, packed_network, read_header
-from stillroom.models.shrink.budget import candidates
+from stillroom.models.shrink.cut_budget import candidates
 from stillroom.models.shrink.width import config_of_layers, shrink_config
 from stillroom.models.student import NAME as CAUSAL_ATTENTION
 from stillroom.models.student import Student, attend_causally, tie

@@ -168,7 +168,7 @@ def save(path: Path, page: str) -> Path:
         raise CannotSave(
             f"the report cannot be written: {reason_of(error)}",
             where=str(path),
-            advice=("free space on the disk, then: stillroom report RUN",),
+            advice=(f"free space on the disk, then: stillroom report {path.parent}",),
         ) from error
     return path
 

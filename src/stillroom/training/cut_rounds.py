@@ -17,7 +17,7 @@ from stillroom.core.errors import ConfigError
 from stillroom.core.files import ROUNDS
 from stillroom.models.anatomy import anatomy_of
 from stillroom.models.load import described_model, teacher_shape
-from stillroom.models.shrink.budget import parse_budget
+from stillroom.models.shrink.cut_budget import parse_budget
 from stillroom.models.shrink.width import EXPERTS
 from stillroom.telemetry.wording import format_result, section, show
 from stillroom.training.student import kept_layers

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from stillroom.config.schema import ShrinkConfig
 from stillroom.core.errors import ConfigError
-from stillroom.models.anatomy import layers_of
 from stillroom.models.routers import find_gates
 from stillroom.models.shrink import cut as cutting
 from stillroom.models.shrink.cut import cut

@@ -22,7 +22,7 @@ from stillroom.core.types import Batch, Detail
 from stillroom.models.anatomy import anatomy_of, in_eval_mode, layers_of
 from stillroom.models.load import not_finite_advice
 from stillroom.models.routers import Gate
-from stillroom.models.shrink.budget import Counter, candidates
+from stillroom.models.shrink.cut_budget import Counter, candidates
 from stillroom.models.shrink.experts import Kept, choose_experts, gates_to_cut, kept_rows, without_experts
 from stillroom.models.shrink.layer_choice import (
     BUDGET_CPU,

@@ -8,7 +8,7 @@ Legend: T tokens, E experts, K chosen.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,7 +70,7 @@ def _weights(seen: Seen) -> Tensor:
 
 
 @contextmanager
-def without_experts(gates: list[Gate], kept: Kept) -> Iterator[None]:
+def without_experts(gates: Sequence[Gate], kept: Kept) -> Iterator[None]:
     """Let no token choose an expert that is not kept, in the body."""
     offsets = {}
     for gate in gates:

@@ -16,8 +16,8 @@ from stillroom.config import load_config
 from stillroom.config.schema import ShrinkConfig
 from stillroom.core.errors import ConfigError
 from stillroom.models.shrink import cut as cutting
-from stillroom.models.shrink.budget import Counter, candidates, parse_budget
 from stillroom.models.shrink.cut import built, cut
+from stillroom.models.shrink.cut_budget import Counter, candidates, parse_budget
 from stillroom.models.shrink.layer_choice import mean_loss, passages
 from stillroom.models.shrink.width import shrink_config
 from stillroom.training.distill import resume, steps
