@@ -427,7 +427,7 @@ def _kept_apart(results: Results, mark: Marks, made: Record) -> Iterator[str]:
     ]
     yield (
         f"Reported on: {'; '.join(held)}. Documentation is docstrings of numpy and of packages of Python that a hash "
-        "of their names holds out; stories are the rooms and messages of the game Colossal Cave (PyPI's "
+        "of their names holds out; stories are the places and messages of the game Colossal Cave (PyPI's "
         "`adventure`), in sentence case; headers are those of torch."
     )
     yield (

@@ -5,7 +5,7 @@ from the beginnings of paragraphs of these same documents (`starts`) and from it
 chosen on `dev`: docstrings of other packages.
 
 Held out, written and read by the judge alone after a student was trained: docstrings of yet other packages (`test`),
-the rooms and messages of Colossal Cave, a story told by a game of 1977 (`stories`, PyPI's `adventure`), and C++ headers
+the places and messages of Colossal Cave, a story told by a game of 1977 (`stories`, PyPI's `adventure`), and C++ headers
 of torch (`far`). Which side a package of Python is on depends on a hash of its name, whole packages of others are on
 one side. Held-out documents are cut after some thousand characters, so that many make up what is read.
 """
@@ -32,7 +32,7 @@ PACKAGES = {"networkx": "dev", "numpy": "test"}  # which every installation has:
 STORIES = ("adventure", "1.6")
 START_CHARACTERS = 240  # of a paragraph that a text may begin with
 _HELD_OUT_CHARACTERS = 4_000
-_STORY_SECTIONS = ("1", "5", "6")  # rooms, things, messages; the others are tables
+_STORY_SECTIONS = ("1", "5", "6")  # places, things, messages; the others are tables
 _STORY_CHARACTERS = 900
 
 Document = stdlib.Document
@@ -157,7 +157,7 @@ def _write_lines(path: Path, documents: Iterable[Document]) -> None:
 
 
 def stories(cache: Path) -> list[Document]:
-    """The prose of Colossal Cave (Crowther and Woods 1977), neighbouring rooms and messages in one document."""
+    """The prose of Colossal Cave (Crowther and Woods 1977), neighbouring places and messages in one document."""
     name, version = STORIES
     archive = cache / "wheels" / f"{name}-{version}.tar.gz"
     if not archive.exists():

@@ -80,7 +80,7 @@ def test_texts_begin_with_long_paragraphs_each_once() -> None:
     assert [one.text.strip() for one in found] == [long.strip()]
 
 
-def test_stories_have_rooms_and_messages_in_sentence_case_and_no_tables() -> None:
+def test_stories_have_places_and_messages_in_sentence_case_and_no_tables() -> None:
     data = (
         "1\n1\tYOU ARE AT A ROAD.  I SEE\n1\tA HILL.\n2\tDEAD END\n-1\tEND\n2\n1\tSHORT\n-1\n6\n1\tWHO IS THERE?\n-1\n"
     )
