@@ -5,9 +5,9 @@ from the beginnings of paragraphs of these same documents (`starts`) and from it
 chosen on `dev`: docstrings of other packages.
 
 Held out, written and read by the judge alone after a student was trained: docstrings of yet other packages (`test`),
-the places and messages of Colossal Cave, a story told by a game of 1977 (`stories`, PyPI's `adventure`), and C++ headers
-of torch (`far`). Which side a package of Python is on depends on a hash of its name, whole packages of others are on
-one side. Held-out documents are cut after some thousand characters, so that many make up what is read.
+the places and messages of Colossal Cave, a story told by a game of 1977 (`stories`, PyPI's `adventure`), and C++
+headers of torch (`far`). Which side a package of Python is on depends on a hash of its name, whole packages of others
+are on one side. Held-out documents are cut after some thousand characters, so that many make up what is read.
 """
 
 from __future__ import annotations
