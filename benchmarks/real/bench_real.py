@@ -131,8 +131,9 @@ def _trial_jobs(scale: Scale, results: Results, name: str) -> Iterator[tuple[Job
     for rate in first:
         yield ("trial", name, rate), {("timing", name)}
     tried = results.tried(name)
-    if set(first) <= set(tried) and (rate := next_rate(tried, first, scale.more_rates)) is not None:
-        yield ("trial", name, rate), {("timing", name)}
+    further = next_rate(tried, first, scale.more_rates) if set(first) <= set(tried) else None
+    if further is not None:
+        yield ("trial", name, further), {("timing", name)}
 
 
 def done_jobs(scale: Scale, results: Results) -> set[Job]:

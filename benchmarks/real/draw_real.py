@@ -126,8 +126,8 @@ def figures(results: Results) -> Record:
 
 
 def _text(results: Results) -> Record:
-    made = results.read("text", "all") if ("text", "all") in results.jobs() else {"tokens": 0, "docs_tokens": 0}
-    told: Record = {"tokens": made["tokens"], "docs_tokens": made["docs_tokens"]}
+    made = results.read("text", "all") if ("text", "all") in results.jobs() else {}
+    told: Record = {name: made.get(name, 0) for name in ("tokens", "docs_tokens")}
     told["prompts_seen"] = len(made.get("prompts_seen", []))
     for kind in SCALES[results.plan["scale"]].written_tokens:
         written = results.read("write", kind) if ("write", kind) in results.jobs() else {}

@@ -33,8 +33,8 @@ from stillroom.export.folder import export
 from stillroom.metrics.metrics import COLUMNS
 from stillroom.metrics.questions import read_questions
 from stillroom.models import LoadedModel, open_teacher
+from stillroom.models.anatomy import in_eval_mode
 from stillroom.models.generate import Writer
-from stillroom.models.load import in_eval_mode
 from stillroom.precision import resolve
 from stillroom.telemetry.record import scan_events
 from stillroom.training.distill import distill

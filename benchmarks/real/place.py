@@ -160,6 +160,8 @@ class Place:
             "data.train": [{"path": path} for path in files],
             "data.eval": str(self.texts.dev),
             "eval.max_batches": self.scale.dev_batches,
+            "checkpoint.keep": 1,
+            "checkpoint.background": "off",  # a thread that saves would be counted in the steps
         }
         if any(name.startswith("rollouts.") for name in arm.settings):
             given["rollouts.prompts"] = str(self.written("chat"))

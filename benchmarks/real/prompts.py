@@ -96,8 +96,8 @@ def _made() -> Iterator[tuple[str, str, list[str]]]:
         yield "color", f"The color of {name} is", answers
     for kind, table in (("sequence", SEQUENCES), ("fact", FACTS), ("code", CODE)):
         for entry in table.split("; "):
-            prompt, _, answers = entry.rpartition("=")
-            yield kind, prompt, answers.split("|")
+            prompt, _, words = entry.rpartition("=")
+            yield kind, prompt, words.split("|")
     for first in range(2, 9):
         for second in (1, 3, 5):
             yield "sum", f"{first} + {second} =", [str(first + second)]
