@@ -421,8 +421,8 @@ def _failures(results: Results, mark: Marks, made: Record) -> Iterator[str]:
 def _kept_apart(results: Results, mark: Marks, made: Record) -> Iterator[str]:
     held = [
         f"{TEXTS[text]} ({mark(f'held_out.{text}.tokens', ',.0f')} tokens of "
-        f"{mark(f'held_out.{text}.documents', '.0f')} {'packages' if text == 'test' else 'documents'}"
-        f", sha256 `{results.arms()['teacher', 0][text]['sha256'][:16]}`)"
+        f"{mark(f'held_out.{text}.documents', '.0f')} documents, "
+        f"sha256 `{results.arms()['teacher', 0][text]['sha256'][:16]}`)"
         for text in TEXTS
     ]
     yield (
