@@ -38,8 +38,8 @@ NIGHT = Scale(
     {"test": 24_000, "stories": 12_000, "far": 12_000}, 220, 3, 2, 1 / 16, 8, 8, 240.0, 60.0,
 )  # fmt: skip
 SMALL = Scale(
-    "small", 1 / 3, 1, 30_000, {"chat": 2_000, "plain": 2_000}, 2,
-    {"test": 3_000, "stories": 2_000, "far": 2_000}, 40, 2, 0, 1 / 4, 3, 2, 60.0, 25.0,
+    "small", 1 / 3, 1, 30_000, {"chat": 2_000, "plain": 2_000}, 1,
+    {"test": 3_000, "stories": 2_000, "far": 2_000}, 20, 2, 0, 1 / 4, 3, 2, 70.0, 40.0,
 )  # fmt: skip
 SCALES = {scale.name: scale for scale in (NIGHT, SMALL)}
 
