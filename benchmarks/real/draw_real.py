@@ -459,6 +459,8 @@ def _method(results: Results, mark: Marks, made: Record) -> Iterator[str]:
         "planned from a timing of the same arm, so every learning-rate schedule is complete. A step has "
         f"{ROWS} rows of {LENGTH} tokens."
     )
+    settings = ", ".join(f"`{name} = {json.dumps(value)}`" for name, value in ARMS["best"].settings.items())
+    yield f"The best recipe sets {settings}."
     tried = {name: ", ".join(f"{rate:g}" for rate in sorted(results.tried(name))) for name in trials()}
     rates = [f"{_told(name)} {results.chosen_rate(name):g} of {told}" for name, told in tried.items() if told]
     yield f"Learning rates by short trials on dev text: {'; '.join(rates)}. A trial is shorter than an arm."
