@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "real"))
 import torch
 from measure import machine
 from model_file import find_model
-from one_arm import _unpack
+from place import unpack
 
 from stillroom.config import load_config
 from stillroom.config.schema import TeacherConfig
@@ -60,7 +60,7 @@ def real_model() -> str:
     """The real model as a folder, unpacked once: reading the GGUF file takes half a minute."""
     folder = CACHE / "teacher"
     if not folder.exists():
-        _unpack(find_model(CACHE), folder)
+        unpack(find_model(CACHE), folder)
     return str(folder)
 
 
@@ -119,7 +119,7 @@ def written(form: str, size: str = "real") -> dict[str, Any]:
         done = export(model, Path(folder) / "out", format="gguf", form=form)
         path = next((Path(folder) / "out").glob("*.gguf"))
         num_stored = path.stat().st_size
-        spent = subprocess.run([sys.executable, "-c", _SPEED, path], capture_output=True, text=True, check=True).stdout
+        spent = subprocess.run([sys.executable, "-c", SPEED, path], capture_output=True, text=True, check=True).stdout
     assert done.quality is not None
     tokenizer = load_tokenizer(TeacherConfig(model=model), model)
     rows = own_rows(tokenizer, 16, 256)  # as `export` takes them
@@ -207,7 +207,7 @@ for prompt in json.loads(sys.argv[2]):
 """
 NUM_WRITTEN = 128
 # CPU seconds of llama.cpp for so many tokens on one thread: on a busy machine the clock says nothing.
-_SPEED = f"""
+SPEED = f"""
 import sys, time, xllamacpp
 options = xllamacpp.CommonParams()
 options.model.path = sys.argv[1]
