@@ -330,11 +330,9 @@ class Coded(Moment):
     """A running mean in eight bits: a code for each number and an FP32 scale for each block (Dettmers et al. 2022).
 
     Codes are logarithms of the share of the block's largest value: a sign and 16 octaves for the first moment, 32 for
-    the second. So a number is off by at most 4.5 or 9 per cent of itself, however large its neighbours are; next to one
-    a hundred times larger, updates with the dynamic map and with powers were two to three times as far from those of
-    float64. The first moment is rounded to nearest, which was the more exact. The second is rounded up or down so that
-    its mean is exact, or it could not decay, and never to zero, which would divide by epsilon alone. What is not finite
-    makes its block's scale so.
+    the second. So a number is off by at most 4.5 or 9 per cent of itself, however large its neighbours are. The first
+    moment is rounded to nearest. The second is rounded up or down so that its mean is exact, or it could not decay, and
+    never to zero, which would divide by epsilon alone. What is not finite makes its block's scale so.
     """
 
     def __init__(self, like: Tensor, *, is_second: bool) -> None:
