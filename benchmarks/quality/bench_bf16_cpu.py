@@ -2,15 +2,18 @@
 
     PYTHONPATH=src python benchmarks/quality/bench_bf16_cpu.py small              # three seeds, the built-in models
     PYTHONPATH=src python benchmarks/quality/bench_bf16_cpu.py real MODEL.gguf    # a real teacher and its 15-layer cut
+    PYTHONPATH=src python benchmarks/quality/bench_bf16_cpu.py real MODEL.gguf --seed 1
 
 Both modes take the same batches of the Python installation's own text. `bf16-mixed` has a BF16 teacher, bodies under
 autocast and the head's products from BF16 parts; `rounded` is the same with the head's operands rounded once, for
 comparison. Held-out losses are computed in FP32. An arm that is in the result file is not run again, so runs may be
-ended and continued; `real MODEL.gguf fp32` runs one arm alone.
+ended and continued; `real MODEL.gguf fp32` runs one arm alone. `nudged` is FP32 on the same batches, with each weight
+of the student multiplied once by 1 plus noise of BF16's rounding (2^-9): how far two FP32 runs end apart by chance.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -53,6 +56,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "fp32": {"precision.mode": "fp32", "teacher.dtype": "float32"},
     "bf16-mixed": {"precision.mode": "bf16-mixed", "teacher.dtype": "bfloat16"},
     "rounded": {"precision.mode": "bf16-mixed", "teacher.dtype": "bfloat16"},
+    "nudged": {"precision.mode": "fp32", "teacher.dtype": "float32"},
 }
 
 
@@ -87,6 +91,11 @@ def train(preset: str | None, over: dict[str, Any], arm: str) -> dict[str, Any]:
     config = load_config(preset=preset, overrides={**over, **ARMS[arm]})
     out, device = Path(tempfile.mkdtemp()), find_device("cpu")
     run = build_run(config, out, EventLog(out / "events.jsonl"), device=device, models=load_models(config, device))
+    if arm == "nudged":
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for weight in run.student.model.parameters():
+                weight.mul_(1 + 2**-9 * torch.randn(weight.shape, generator=generator))
     state, losses, spent = RunState(), {"0": held_out_loss(run)}, 0.0
     run.student.train()
     while state.applied < STEPS:
@@ -102,14 +111,21 @@ def train(preset: str | None, over: dict[str, Any], arm: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    kind, rest = sys.argv[1], sys.argv[2:]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=("small", "real"))
+    parser.add_argument("model", nargs="?", help="the GGUF file of the real teacher")
+    parser.add_argument("arms", nargs="*", help="arms to run; default: fp32 and bf16-mixed")
+    parser.add_argument("--seed", type=int, default=0, help="of the real pair's run")
+    args = parser.parse_args()
     book_path = RESULTS / "bf16_cpu.json"
-    if kind == "small":
+    arms = args.arms or ["fp32", "bf16-mixed"]
+    if args.kind == "small":
         jobs = [(f"small, seed {seed}, {arm}", "demo", {**SMALL, "train.seed": seed}, arm)
-                for seed in (0, 1, 2) for arm in ARMS if arm != "rounded"]  # fmt: skip
+                for seed in (0, 1, 2) for arm in arms]  # fmt: skip
     else:
-        over = {**REAL, "teacher.model": rest[0]}
-        jobs = [(f"real, {arm}", None, over, arm) for arm in (rest[1:] or ("fp32", "bf16-mixed"))]
+        over = {**REAL, "teacher.model": args.model, "train.seed": args.seed}
+        name = f"real, seed {args.seed}" if args.seed else "real"
+        jobs = [(f"{name}, {arm}", None, over, arm) for arm in arms]
     for key, preset, over, arm in jobs:
         book = json.loads(book_path.read_text()) if book_path.exists() else {"runs": {}}
         if key in book["runs"]:

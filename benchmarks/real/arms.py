@@ -90,7 +90,7 @@ class Arm:
     trial: str = ""  # the arm whose trial of learning rates it takes its rate from
     rate: float = 0.0  # given, not tried
     student: str = CUT
-    text: str = "all"  # or docs: nothing that the teacher wrote
+    text: str = "all"  # or docs: nothing that the teacher wrote; or written: that alone
     epochs_stored: float = 0.0  # passes over stored answers; 0: the teacher is asked in each step
     base: str = ""  # the arm whose student it begins with
     share: float = 1.0  # of the CPU seconds of an arm
@@ -109,20 +109,21 @@ ARMS = {
         Arm("cut", "not recovered"),
         Arm("kl", "forward KL, live teacher", KL, "kl", is_main=True),
         Arm("plain", "plain training", PLAIN, "plain", is_main=True),
-        Arm("muon", "forward KL, Muon and wsd", MUON, "muon"),
         Arm("best", "best recipe", BEST, "kl"),
         Arm("rounds", "forward KL, rounds of own text", {**KL, **ROUNDS}, "kl"),
         Arm("cached", "forward KL, stored answers (hybrid)", KL, "kl", epochs_stored=2.0),
         Arm("narrow-cut", "not recovered", HALF_WIDTH, student=NARROW),
         Arm("narrow-kl", "forward KL, live teacher", {**KL, **HALF_WIDTH}, "narrow-kl", student=NARROW),
-        Arm("narrow-plain", "plain training", {**PLAIN, **HALF_WIDTH}, "narrow-plain", student=NARROW),
-        Arm("plain-docs", "plain training, documentation alone", PLAIN, "plain", text="docs"),
+        Arm("kl-written", "forward KL, what the teacher wrote alone", KL, "kl", text="written"),
+        Arm("kl-docs", "forward KL, documentation alone", KL, "kl", text="docs"),
         Arm("q4", "best recipe, rounded to q4_0", base="best", file="q4_0"),
         Arm(
             "q4-trained", "best recipe, trained as q4_0",
             {**KL, "student.init": "pretrained", "student.quantise": "q4_0", "train.weight_decay": 0.0},
             rate=1e-4, base="best", file="q4_0", share=1 / 8,
         ),
+        Arm("narrow-plain", "plain training", {**PLAIN, **HALF_WIDTH}, "narrow-plain", student=NARROW),
+        Arm("muon", "forward KL, Muon and wsd", MUON, "muon"),
     )
 }  # fmt: skip
 

@@ -386,8 +386,8 @@ def _failures(results: Results, mark: Marks, made: Record) -> Iterator[str]:
         if arms["best"]["answered"] < BARS["prompts"]:
             got = mark('arms["best"].answered', ".0f", percent=True)
             yield f"It was to answer {BARS['prompts']:.0%} of the prompts that the teacher answers; it answers {got} %."
-    for name in ("muon", "best", "rounds", "cached", "plain-docs", "q4-trained"):
-        other = "q4" if name == "q4-trained" else "plain" if name == "plain-docs" else "kl"
+    for name in ("muon", "best", "rounds", "cached", "kl-written", "kl-docs", "q4-trained"):
+        other = "q4" if name == "q4-trained" else "kl"
         if {name, other} <= set(arms):
             for text in TEXTS:
                 if arms[name][text]["bits_per_byte"] >= arms[other][text]["bits_per_byte"]:
@@ -476,7 +476,7 @@ def _method(results: Results, mark: Marks, made: Record) -> Iterator[str]:
 
 COLORS = {
     "plain": "#e0862c", "kl": "#3b82d6", "best": "#2f9e5b", "muon": "#c2557f", "rounds": "#9b6dd6", "cached": "#1fa3b0",
-    "plain-docs": "#b98a5e", "narrow-plain": "#e0862c", "narrow-kl": "#3b82d6",
+    "kl-written": "#b98a5e", "kl-docs": "#8a8f3c", "narrow-plain": "#e0862c", "narrow-kl": "#3b82d6",
 }  # fmt: skip
 INK = "#808890"  # readable on white and on black
 

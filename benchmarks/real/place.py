@@ -153,11 +153,11 @@ class Place:
 
     def config(self, arm: Arm, **over: Any) -> Config:
         """The configuration of a run of an arm."""
-        kinds = self.scale.written_tokens if arm.text == "all" else ()
-        files = [str(self.texts.docs), *(str(self.written(kind)) for kind in kinds)]
+        docs = [self.texts.docs] if arm.text != "written" else []
+        written = [self.written(kind) for kind in self.scale.written_tokens] if arm.text != "docs" else []
         given: Record = {
             "teacher.model": str(self.model),
-            "data.train": [{"path": path} for path in files],
+            "data.train": [{"path": str(path)} for path in (*docs, *written)],
             "data.eval": str(self.texts.dev),
             "eval.max_batches": self.scale.dev_batches,
             "checkpoint.keep": 1,
