@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from stillroom.core.errors import ConfigError
 from stillroom.models.generate import Sampling
 from stillroom.models.student import attend_causally
-from stillroom.models.writer import Written, choose_tokens, count_ends, row_seed, write_rows
+from stillroom.models.writer import Written, choose_tokens, count_ends, most_probable, row_seed, write_rows
 
 NEW = 12
 
@@ -54,6 +54,20 @@ def test_tokens_follow_the_distribution(sampling: Sampling) -> None:
     seen = torch.bincount(drawn, minlength=8)[ids].double()
     assert seen[~kept].sum() == 0
     assert ((seen[kept] - expected) ** 2 / expected).sum() < 26.1  # 99.95 % of chi-square with 8 degrees
+
+
+@pytest.mark.parametrize("spread", [0.1, 3.0, 9.0])
+@pytest.mark.parametrize("share", [0.2, 0.95, 0.9999])
+@pytest.mark.parametrize("has_ties", [False, True])
+def test_top_p_keeps_the_fewest_most_probable_tokens_and_the_first_of_equals(
+    spread: float, share: float, has_ties: bool
+) -> None:
+    """Peaked rows need few tokens and flat ones nearly all; both equal a stable sort of the whole vocabulary."""
+    scores = torch.randn(6, 2_000, generator=torch.Generator().manual_seed(2)) * spread
+    probs = torch.softmax(torch.cat([scores, scores[:2] * 20]).round(decimals=0 if has_ties else 6), -1)
+    ordered, places = probs.sort(dim=-1, descending=True, stable=True)
+    kept = torch.where(ordered.cumsum(-1) - ordered < share, ordered, 0.0)
+    assert torch.equal(most_probable(probs, share), torch.zeros_like(probs).scatter_(1, places, kept))
 
 
 def test_a_token_without_probability_is_never_chosen() -> None:

@@ -229,11 +229,37 @@ def choose_tokens(log_probs: Tensor, sampling: Sampling, chances: Tensor) -> Ten
     scaled = (log_probs - log_probs.amax(dim=-1, keepdim=True)) / sampling.temperature
     probs = torch.softmax(scaled, dim=-1)
     if sampling.top_p < 1.0:
-        ordered, places = probs.sort(dim=-1, descending=True, stable=True)
-        is_kept = ordered.cumsum(dim=-1) - ordered < sampling.top_p
-        probs = torch.zeros_like(probs).scatter_(1, places, torch.where(is_kept, ordered, 0.0))
+        probs = most_probable(probs, sampling.top_p)
     sums = probs.cumsum(dim=-1)
     whole = sums[:, -1:]
     # Below the whole sum in any rounding, so that the token found has a probability above 0.
     wanted = torch.minimum(chances.unsqueeze(1) * whole, torch.nextafter(whole, torch.zeros_like(whole)))
     return torch.searchsorted(sums, wanted, right=True).squeeze(1)
+
+
+def most_probable(probs: Tensor, share: float) -> Tensor:
+    """Set to 0 all but the fewest most probable tokens that have this share; of equal ones the first are kept. [B, V]
+
+    On a CPU, sorting a vocabulary for each token costs more than a small model, and most rows need few tokens.
+    """
+    size = probs.shape[1]
+    look = 256 if probs.device.type == "cpu" else size
+    if size <= look:
+        return _of_the_first(size, probs, share)[0]
+    found, is_whole = _of_the_first(look, probs, share)
+    if not is_whole.all():
+        found[~is_whole] = _of_the_first(size, probs[~is_whole], share)[0]
+    return found
+
+
+def _of_the_first(count: int, probs: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """The same among so many of the most probable tokens, and the rows in which they are enough."""
+    values = probs.topk(count, dim=-1).values
+    is_kept = values.cumsum(dim=-1) - values < share
+    num_kept = is_kept.sum(dim=-1, keepdim=True)
+    least = values.gather(1, num_kept - 1)
+    kept, is_least = probs >= least, probs == least
+    spare = num_kept - (kept.sum(dim=-1, keepdim=True) - is_least.sum(dim=-1, keepdim=True))
+    if (is_least.sum(dim=-1, keepdim=True) > spare).any():
+        kept &= ~is_least | (is_least.cumsum(dim=-1) <= spare)
+    return torch.where(kept, probs, 0.0), ~is_kept[:, -1]
