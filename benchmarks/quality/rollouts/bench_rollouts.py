@@ -43,6 +43,7 @@ from stillroom.telemetry import read_events
 
 HERE = Path(__file__).parent
 CACHE, RESULTS = HERE / ".cache", HERE / "results"
+TEACHERS = RESULTS / "teachers"  # kept with the results: arms that are run elsewhere, later, have the same teacher
 TEACHER, STUDENT = (96, 4), (48, 3)  # width, layers
 TEACHER_STEPS, TEACHER_ROWS = 900, 8000
 STEPS, TRIAL_STEPS, ROUNDS_TRIAL_STEPS, ROWS, LENGTH = 240, 32, 160, 16, 48
@@ -145,7 +146,7 @@ def teacher_folder(setting: Setting) -> Path:
 
     By default its text has missteps, so that it knows how to continue after them.
     """
-    place, task = CACHE / setting.teacher, task_of(setting.task)
+    place, task = TEACHERS / setting.teacher, task_of(setting.task)
     if not place.exists():
         CACHE.mkdir(exist_ok=True)
         missteps = task.schooling if setting.is_schooled_on_missteps else 0.0
