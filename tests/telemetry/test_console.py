@@ -381,6 +381,29 @@ def test_a_terminal_shows_the_stage_below_the_steps_until_it_ends() -> None:
     assert "evaluating" not in after[after.rindex("4,677/4,677") :]
 
 
+def screen_rows(told: str) -> list[str]:
+    """What stands on a terminal that is high enough, after carriage returns, cursor movements and erasures."""
+    rows, at = [""], 0
+    for mark, text in re.findall(r"(\r|\n|\x1b\[[?\d;]*[A-Za-z])|([^\r\n\x1b]+)", told):
+        if mark == "\n":
+            at += 1
+            rows += [""] * (at == len(rows))
+        elif mark == "\x1b[1A":
+            at -= 1
+        elif mark == "\x1b[2K":
+            rows[at] = ""
+        rows[at] += text
+    return rows
+
+
+def test_nothing_that_is_said_between_two_runs_is_erased_by_the_second() -> None:
+    """The live part of a run that ended is gone: the next one takes no lines for it from what was written since."""
+    end = {"event": "run_end", "status": "done", "steps": 1, "seconds": 1.0, "exit_code": 0}
+    between = [{"event": "note", "text": f"told between {number}"} for number in range(3)]
+    told = quiet([run_start(), step(1), end, *between, stage("begin"), stage("end"), run_start(), step(1)], Terminal())
+    assert [row for row in screen_rows(told) if "told between" in row] == [f"note  told between {n}" for n in range(3)]
+
+
 def test_a_finished_run_ends_with_the_next_command(tmp_path: Path) -> None:
     def last(folder: Path, **changes: Any) -> str:
         stream = io.StringIO()
