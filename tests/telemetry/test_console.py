@@ -308,6 +308,14 @@ def test_plain_output_has_no_control_characters() -> None:
     assert "precision fp32: the device is a CPU" in told
 
 
+@pytest.mark.parametrize(
+    ("steps", "label"), [(28, "total batches"), (30, "batches of an epoch"), (84, "batches of an epoch")]
+)
+def test_batches_are_called_total_only_where_the_run_is_one_epoch(steps: int, label: str) -> None:
+    schedule = {"total_batches": 111, "gradient_accumulation": 4, "optimizer_steps": steps, "warmup_steps": 3}
+    assert f"{label} 111 | gradient accumulation 4 | optimizer steps {steps}" in quiet([run_start(schedule=schedule)])
+
+
 def test_with_verbose_steps_appear_every_log_steps_and_first_steps_in_full() -> None:
     told = shown(whole_run(), io.StringIO())
     assert re.findall(r"^step (\d+)", told, flags=re.MULTILINE) == ["1", "2", "3", "4", "5", "10", "20"]

@@ -271,7 +271,9 @@ class LiveScreen:
     def close(self) -> None:
         self._bar, self._stage_line = [], ""
         self._live.stop()
-        self._live = self._new_live()  # a stopped one, started again, would erase the lines above it: it keeps its height
+        self._live = (
+            self._new_live()
+        )  # a stopped one, started again, would erase the lines above it: it keeps its height
 
     def _new_live(self) -> Live:
         # No refreshing thread: nothing changes between two steps, and a hung run should look hung.
