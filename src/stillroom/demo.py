@@ -191,8 +191,8 @@ def _conclusion(summary: dict[str, Any]) -> str:
         closed = (better - student) / (better - teacher)
         return result + (
             f"That closes {closed:.0%} of the gap in perplexity between the better baseline and the teacher "
-            f"({teacher:.1f}). The gain is the teacher's knowledge of text the student never saw; with all of that text "
-            "available, plain training at equal compute catches up."
+            f"({teacher:.1f}). The gain is the teacher's knowledge of text the student never saw; with all of that "
+            "text available, plain training at equal compute catches up."
         )
     return result + "Distillation did not pay here."
 
