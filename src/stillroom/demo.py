@@ -190,9 +190,9 @@ def _conclusion(summary: dict[str, Any]) -> str:
     if student < better:
         closed = (better - student) / (better - teacher)
         return result + (
-            f"That closes {closed:.0%} of the gap between the better baseline and the teacher ({teacher:.1f}). "
-            "The gain is the teacher's knowledge of text the student never saw; with all of that text available, "
-            "plain training at equal compute catches up."
+            f"That closes {closed:.0%} of the gap in perplexity between the better baseline and the teacher "
+            f"({teacher:.1f}). The gain is the teacher's knowledge of text the student never saw; with all of that "
+            "text available, plain training at equal compute catches up."
         )
     return result + "Distillation did not pay here."
 

@@ -62,6 +62,14 @@ def test_a_missing_data_file(stillroom: Command, world: Path, tmp_path: Path) ->
     assert code == 2 and "trian.jsonl" in err and "train.jsonl" in err
 
 
+@pytest.mark.parametrize("words", [("resume",), ("eval",), ("report",), ("watch", "--no-wait"), ("diagnose",)])
+def test_a_run_folder_that_does_not_exist_is_said_to_be_missing_and_not_to_lack_a_file(
+    stillroom: Command, words: tuple[str, ...]
+) -> None:
+    code, _out, err = stillroom(*words, "runs/nothing")
+    assert code == 2 and "runs/nothing" in err and "no such folder" in err and ".json" not in err
+
+
 def test_an_empty_data_file(stillroom: Command, world: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     code, _out, err = stillroom(*arguments(world, tmp_path / "run", data__train=str(tmp_path / "empty.jsonl")))

@@ -37,6 +37,13 @@ def test_a_plan_is_80_columns_wide_and_says_that_it_fits(stillroom: commands.Com
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_the_amounts_of_a_plan_stand_in_one_column(stillroom: commands.Command, world: Path) -> None:
+    _code, out, err = stillroom(*words(world, "--device", "cpu", "--quick"))
+    parts = out[out.index("when it is the fullest") : out.index("total in each precision")].splitlines()[1:]
+    rows = [row for row in parts if row.startswith("  ")]
+    assert any("the process" in row for row in rows) and len({len(row) for row in rows}) == 1, err
+
+
 def test_json_has_the_same_keys_whether_it_fits_or_not(stillroom: commands.Command, world: Path) -> None:
     plans = []
     for memory, code in (("10GB", 0), ("10kB", 2)):

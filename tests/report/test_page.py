@@ -107,7 +107,7 @@ def test_the_result_comes_first_and_in_words(finished: Path) -> None:
     assert headline(RunRecord.load(finished)) == [
         "The student reached a held-out perplexity of 57.1 (1.62 bits per byte), from 2,031 before training; "
         "the teacher has 20.3.",
-        "It closes 68% of the gap between the better plain-training baseline (134) and the teacher.",
+        "It closes 68% of the gap in perplexity between the better plain-training baseline (134) and the teacher.",
     ]
 
 
@@ -195,7 +195,10 @@ def with_perplexities(**values: float | None) -> RunRecord:
         ({"student": 19.0, "teacher": 20.0, "baseline": 50.0}, "it is as good as the teacher"),
         ({"student": 15.0, "teacher": 20.0, "baseline": 18.0}, "There is no gap to close"),
         ({"student": 60.0, "baseline": 80.0}, "25% below the plain-training baseline (80.0)"),
-        ({"student": 35.0, "teacher": 20.0, "baseline": 50.0}, "closes 50% of the gap between the plain-training"),
+        (
+            {"student": 35.0, "teacher": 20.0, "baseline": 50.0},
+            "closes 50% of the gap in perplexity between the plain-training",
+        ),
         ({"student": 35.0, "teacher": 20.0, "baseline": None}, "the teacher has 20.0."),
     ],
 )

@@ -308,6 +308,14 @@ def test_plain_output_has_no_control_characters() -> None:
     assert "precision fp32: the device is a CPU" in told
 
 
+@pytest.mark.parametrize(
+    ("steps", "label"), [(28, "total batches"), (30, "batches of an epoch"), (84, "batches of an epoch")]
+)
+def test_batches_are_called_total_only_where_the_run_is_one_epoch(steps: int, label: str) -> None:
+    schedule = {"total_batches": 111, "gradient_accumulation": 4, "optimizer_steps": steps, "warmup_steps": 3}
+    assert f"{label} 111 | gradient accumulation 4 | optimizer steps {steps}" in quiet([run_start(schedule=schedule)])
+
+
 def test_with_verbose_steps_appear_every_log_steps_and_first_steps_in_full() -> None:
     told = shown(whole_run(), io.StringIO())
     assert re.findall(r"^step (\d+)", told, flags=re.MULTILINE) == ["1", "2", "3", "4", "5", "10", "20"]
@@ -379,6 +387,29 @@ def test_a_terminal_shows_the_stage_below_the_steps_until_it_ends() -> None:
     assert max(cell_len(row) for row in rows) <= 60
     after = quiet([run_start(), step(1), stage("begin"), stage("end"), step(4677)], Terminal(), width=60)
     assert "evaluating" not in after[after.rindex("4,677/4,677") :]
+
+
+def screen_rows(told: str) -> list[str]:
+    """What stands on a terminal that is high enough, after carriage returns, cursor movements and erasures."""
+    rows, at = [""], 0
+    for mark, text in re.findall(r"(\r|\n|\x1b\[[?\d;]*[A-Za-z])|([^\r\n\x1b]+)", told):
+        if mark == "\n":
+            at += 1
+            rows += [""] * (at == len(rows))
+        elif mark == "\x1b[1A":
+            at -= 1
+        elif mark == "\x1b[2K":
+            rows[at] = ""
+        rows[at] += text
+    return rows
+
+
+def test_nothing_that_is_said_between_two_runs_is_erased_by_the_second() -> None:
+    """The live part of a run that ended is gone: the next one takes no lines for it from what was written since."""
+    end = {"event": "run_end", "status": "done", "steps": 1, "seconds": 1.0, "exit_code": 0}
+    between = [{"event": "note", "text": f"told between {number}"} for number in range(3)]
+    told = quiet([run_start(), step(1), end, *between, stage("begin"), stage("end"), run_start(), step(1)], Terminal())
+    assert [row for row in screen_rows(told) if "told between" in row] == [f"note  told between {n}" for n in range(3)]
 
 
 def test_a_finished_run_ends_with_the_next_command(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def data(
         typer.Option(min=0, metavar="N", help="documents to show; 0: all; by default 10, with --json 100"),
     ] = None,
     max_length: Annotated[
-        int | None, typer.Option(min=8, metavar="N", help="tokens of a row: also show what does not fit")
+        int | None, typer.Option(min=8, metavar="N", help="tokens of a row; also shows what does not fit")
     ] = None,
     eval_data: Annotated[
         str | None, typer.Option(metavar="DATA", help="held-out text: count the records that are in both")
@@ -170,8 +170,8 @@ def report(
 
 
 def _not_a_run(folder: Path) -> ConfigError:
-    what = f"{folder} is not a Stillroom run folder: it has no events.jsonl"
-    return ConfigError(what, advice=["give the folder of a run"])
+    lacks = "it has no events.jsonl" if folder.is_dir() else "there is no such folder"
+    return ConfigError(f"{folder} is not a Stillroom run folder: {lacks}", advice=["give the folder of a run"])
 
 
 # -- watch: follow a run from another terminal -------------------------------------------------------------

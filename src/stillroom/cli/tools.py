@@ -414,7 +414,7 @@ def write_cache(
         typer.Option(metavar="T", help="store answers at this temperature in a folder inside DIR; repeatable"),
     ] = None,
     source: Annotated[
-        str | None, typer.Option(metavar="PATH", help="ask the teacher of this source of data.train about its rows")
+        str | None, typer.Option(metavar="PATH", help="only this source of data.train, answered by its own teacher")
     ] = None,
     device: Device = "auto",
     max_minutes: Annotated[
@@ -508,7 +508,7 @@ def write(
     set_: Assignments = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let the teacher, a model or a server, answer prompts; [write] says which, how often and what is kept.
+    """Let the teacher, a model or a server, answer prompts; CONFIG says how often and what is kept ([write]).
 
     The file is data as any other: stillroom distill --data FILE. Next to it FILE.origin says who wrote it. A command
     that was stopped or killed is continued when it is given again, and ends with the same file.
@@ -786,6 +786,8 @@ def export(
     if format not in _FORMATS:
         raise ConfigError(f"unknown format {format}", where="--format", advice=[", ".join(_FORMATS)])
     form = _form(format, dtype, gguf_type or quantise)
+    if not as_json:
+        echo(f"exporting {run}, to be read back and compared ...", err=True)
     from stillroom.export.folder import export as write
 
     exceptions = _formats(layers)
@@ -849,7 +851,9 @@ def push(
     run: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="folder or address of a run, an export or a model")],
     to: Annotated[str, typer.Option(metavar="ORG/NAME", help="repository of the Hub; created if it is missing")],
     private: Annotated[bool, typer.Option("--private", help="create it private; refuse one that is public")] = False,
-    gguf: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="GGUF file to go with it; repeatable")] = None,
+    gguf: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="GGUF file to publish too; repeatable")
+    ] = None,
     anyway: Annotated[bool, typer.Option("--anyway", help="send the best student of an unfinished run")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="list what would be sent, and send nothing")] = False,
     as_json: AsJson = False,

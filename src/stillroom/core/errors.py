@@ -259,13 +259,13 @@ class CheckpointUnusable(StillroomError):
 
 
 class InputsChanged(CheckpointUnusable):
-    """The data or a model of a resumed run is not what it was."""
+    """The data, the teacher or the first student changed since the run began."""
 
     title = "the inputs of the run have changed"
 
 
 class ResumeDiffers(CheckpointUnusable):
-    """A run that was killed and resumed is not the run that was not."""
+    """A run that was killed and resumed differs from the uninterrupted one."""
 
     title = "resume is not bit-exact"
 

@@ -222,7 +222,9 @@ def _similar_names(path: Path) -> list[str]:
     similar = difflib.get_close_matches(path.name, names, n=3) or [n for n in names if data_suffix(n) in READERS][:3]
     if similar:
         return [f"did you mean {path.parent / name}" for name in similar]
-    return [f"{path.parent} holds no data files; for a hub dataset write hf:NAME, for embedded text builtin:stdlib"]
+    return [
+        f"the folder {path.parent} has no data files; for a hub dataset write hf:NAME, for embedded text builtin:stdlib"
+    ]
 
 
 # -- readers of the file formats ---------------------------------------------------------------------------

@@ -196,7 +196,8 @@ def _finding_list(findings: Sequence[Finding]) -> list[str]:
     for number, finding in enumerate(findings, start=1):
         lines += [*finding_lines(number, finding), ""]
     alarming = sum(finding.is_alarming for finding in findings)
-    return [*lines, f"{len(findings)} found, {alarming} of them more than a hint; the most likely root is first"]
+    order = "; the most likely root is first" if len(findings) > 1 else ""
+    return [*lines, f"{len(findings)} found, {alarming or 'none'} of them more than a hint{order}"]
 
 
 def _wrapped(text: str) -> list[str]:

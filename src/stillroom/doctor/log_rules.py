@@ -1162,11 +1162,11 @@ def machine_overloaded(case: Case) -> Finding | None:
     if waited and middle(waited) >= SLOW_LOADER:
         return None
     cores = as_number(mapping(case.record.start, "machine").get("cores"))
-    others = f"; the machine has {cores:.0f}" if cores else ""
+    others = f"; the machine has {cores:.0f} processor{'s' * (cores > 1)}" if cores else ""
     return found(
         "hint",
         f"in the median step the process had a processor for {format_percent(middle(busy))} of the time{others}",
-        "end what else runs, or give this run its own processors (taskset); fewer threads also help: OMP_NUM_THREADS",
+        "stop other programs, or give this run its own processors (taskset); fewer threads also help: OMP_NUM_THREADS",
         steps=span(steps),
         numbers={"cpu_share": middle(busy), "cores": cores},
     )

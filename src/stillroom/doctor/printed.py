@@ -97,7 +97,7 @@ def plan_lines(plan: Mapping[str, Any]) -> list[str]:
     lines += ["", f"on {plan['device']}, when it is the fullest ({layout['largest_at']})"]
     lines += _table(layout["device"])
     if layout.get("process"):
-        lines += [f"  {'the process with its libraries':<34}{amount(layout['process']):>10}"]
+        lines += _table({"the process with its libraries": layout["process"]})
     lines += ["main memory", *_table(layout["main_memory"]), "disk", *_table(layout["disk"])]
     if plan["disk_short_by"]:
         free, short = amount(plan["disk_free"]), amount(plan["disk_short_by"])
@@ -142,7 +142,8 @@ def _verdict(plan: Mapping[str, Any]) -> list[str]:
 def _cost(cost: Mapping[str, Any]) -> list[str]:
     lines = [f"tokens     {cost['tokens_per_step']:,} a step, padding included"]
     if cost["steps"]:
-        passes = f", {cost['passes']:.2g} passes over the data" if cost["passes"] else ""
+        count = f"{cost['passes'] or 0:.2g}"
+        passes = f", {count} {'pass' if count == '1' else 'passes'} over the data" if cost["passes"] else ""
         lines[0] += f"; {cost['steps']:,} steps, {cost['tokens']:,} in all{passes}"
         lines = wrapped(lines[0][:11], lines[0][11:])
     lines += wrapped(

@@ -45,7 +45,8 @@ def verdict(run: RunRecord) -> str:
         return "The student predicts held-out text better than its teacher: this teacher does not know the text well."
     if share >= 1:
         return "Distillation worked: the student is as good as its teacher on held-out text."
-    return f"Distillation {_word(share)}: the student closed {format_percent(share, 0)} of the gap to its teacher."
+    closed = f"{format_percent(share, 0)} of the gap to its teacher in bits per byte"
+    return f"Distillation {_word(share)}: the student closed {closed}."
 
 
 def _word(share: float) -> str:
@@ -148,7 +149,7 @@ def _against_plain_training(run: RunRecord) -> list[str]:
     if student <= teacher:
         return [f"On this data it is as good as the teacher, and ahead of {reference}."]
     closed = (baseline - student) / (baseline - teacher)
-    return [f"It closes {format_percent(closed, 0)} of the gap between {reference} and the teacher."]
+    return [f"It closes {format_percent(closed, 0)} of the gap in perplexity between {reference} and the teacher."]
 
 
 def cost(run: RunRecord) -> list[tuple[str, str]]:

@@ -241,8 +241,7 @@ class LiveScreen:
         self._console = EnduringConsole(
             file=stream, width=width, force_terminal=True, highlight=False, markup=False, emoji=False
         )
-        # No refreshing thread: nothing changes between two steps, and a hung run should look hung.
-        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+        self._live = self._new_live()
         self._drawn_at = -math.inf
         self._bar: list[RenderableType] = []
         self._stage_line = ""
@@ -272,6 +271,13 @@ class LiveScreen:
     def close(self) -> None:
         self._bar, self._stage_line = [], ""
         self._live.stop()
+        self._live = (
+            self._new_live()
+        )  # a stopped one, started again, would erase the lines above it: it keeps its height
+
+    def _new_live(self) -> Live:
+        # No refreshing thread: nothing changes between two steps, and a hung run should look hung.
+        return Live(console=self._console, auto_refresh=False, transient=True)
 
     def _draw(self) -> None:
         stage = Text(_printable(self._stage_line, self._console.file), no_wrap=True, overflow="ellipsis")

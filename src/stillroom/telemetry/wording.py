@@ -212,7 +212,7 @@ def _schedule_lines(schedule: Fields) -> list[str]:
     steps, warmup = as_number(schedule.get("optimizer_steps")), as_number(schedule.get("warmup_steps"))
     share = f" ({format_percent(warmup / steps)})" if steps and warmup is not None else ""
     counts = [
-        ("total batches", "total_batches"),
+        ("total batches" if _is_one_epoch(schedule) else "batches of an epoch", "total_batches"),
         ("gradient accumulation", "gradient_accumulation"),
         ("optimizer steps", "optimizer_steps"),
         ("warmup steps", "warmup_steps"),
@@ -224,11 +224,21 @@ def _schedule_lines(schedule: Fields) -> list[str]:
     return lines
 
 
-def _partial_lines(schedule: Fields) -> list[str]:
-    """The last window of an epoch, where the batches do not fill it: 74,823 are 4,676 windows of 16 and one of 7."""
+def _windows(schedule: Fields) -> tuple[int, int, int]:
+    """The whole windows of an epoch, the batches left over, and the batches of a window."""
     batches = int(as_number(schedule.get("total_batches")) or 0)
     size = int(as_number(schedule.get("gradient_accumulation")) or 1) * int(as_number(schedule.get("processes")) or 1)
-    whole, rest = divmod(batches, size)
+    return *divmod(batches, size), size
+
+
+def _is_one_epoch(schedule: Fields) -> bool:
+    whole, rest, _size = _windows(schedule)
+    return as_number(schedule.get("optimizer_steps")) == whole + (rest > 0)
+
+
+def _partial_lines(schedule: Fields) -> list[str]:
+    """The last window of an epoch, where the batches do not fill it: 74,823 are 4,676 windows of 16 and one of 7."""
+    whole, rest, size = _windows(schedule)
     if not rest or not whole:
         return []
     return [f"optimizer steps of an epoch: {format_count(whole)} of {size} batches, and a last one of {rest}"]

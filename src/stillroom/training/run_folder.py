@@ -569,9 +569,8 @@ def _read(folder: Path, contents: bytes | None = None, trust: Trust = NONE) -> t
     path = folder / CONFIG
     try:
         if contents is None and not path.exists():
-            raise ConfigError(
-                f"{folder} is not a Stillroom run folder: it has no config.json", advice=["give the folder of a run"]
-            )
+            lacks = "it has no config.json" if folder.is_dir() else "there is no such folder"
+            raise ConfigError(f"{folder} is not a Stillroom run folder: {lacks}", advice=["give the folder of a run"])
         description = json.loads(path.read_bytes() if contents is None else contents)
         trust.check_table(description["config"], str(path))
         data = description["config"].setdefault("data", {})
