@@ -271,9 +271,7 @@ class LiveScreen:
     def close(self) -> None:
         self._bar, self._stage_line = [], ""
         self._live.stop()
-        self._live = (
-            self._new_live()
-        )  # a stopped one, started again, would erase the lines above it: it keeps its height
+        self._live = self._new_live()  # the old one, started again, would erase as many lines above it as it was high
 
     def _new_live(self) -> Live:
         # No refreshing thread: nothing changes between two steps, and a hung run should look hung.
