@@ -13,8 +13,11 @@ from refusals import refused
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
     Trainer,
     TrainingArguments,
+    default_data_collator,
 )
 
 import stillroom
@@ -162,6 +165,29 @@ def test_trl_s_trainer_takes_the_loss(world: Path, tmp_path: Path) -> None:
     assert [entry["loss"] > 0 for entry in trainer.state.log_history if "loss" in entry] == [True, True]
 
 
+def test_trl_s_trainer_with_ours_in_front_prepares_the_data_and_has_our_loss(world: Path, tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+
+    class DistillSFT(DistillTrainer, trl.SFTTrainer):  # type: ignore[misc, name-defined]
+        pass
+
+    args = trl.SFTConfig(
+        output_dir=str(tmp_path / "sft"), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True,
+        save_strategy="no", logging_steps=1, disable_tqdm=True, max_length=LENGTH, bf16=False, eval_strategy="steps",
+        eval_steps=2, gradient_accumulation_steps=2,
+    )  # fmt: skip
+    data = Dataset.from_list([{"prompt": text[:20], "completion": text[20:]} for text in rows(world)[0]])
+    trainer = DistillSFT(
+        model=str(world / "student"), args=args, train_dataset=data, eval_dataset=data,
+        processing_class=AutoTokenizer.from_pretrained(world / "teacher"), teacher=str(world / "teacher"),
+    )  # fmt: skip
+    trainer.train()
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(entries) == 2 and all(entry["loss"] == pytest.approx(entry["kd"], rel=1e-5) for entry in entries)
+    (evaluated,) = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert evaluated["eval_kd"] == pytest.approx(evaluated["eval_loss"], rel=1e-5)
+
+
 def test_a_peft_model_learns_and_is_evaluated_by_the_same_loss(world: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     lora = peft.get_peft_model(load(world / "student"), peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
@@ -177,6 +203,58 @@ def test_a_peft_model_learns_and_is_evaluated_by_the_same_loss(world: Path, tmp_
     assert losses[-1] < losses[0] and evaluated < losses[0]
 
 
+def test_terms_of_an_evaluation_are_kept_apart_from_those_of_training(world: Path, tmp_path: Path) -> None:
+    """Without training the evaluation's terms are the same, and neither reaches the other's entry of the log."""
+    _, data, collator = rows(world)
+    args = arguments(
+        tmp_path / "x", max_steps=2, logging_steps=2, eval_strategy="steps", eval_steps=1, learning_rate=0.0
+    )
+    trainer = DistillTrainer(
+        model=load(world / "student"), args=args, train_dataset=data.select(range(4)), data_collator=collator,
+        eval_dataset=data.select(range(4, ROWS)), teacher=load(world / "teacher"),
+    )  # fmt: skip
+    trainer.train()
+    (step,) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert step["kd"] == pytest.approx(step["loss"], rel=1e-5)
+    assert len(evaluations) == 2 and step["loss"] != pytest.approx(evaluations[0]["eval_loss"], rel=1e-3)
+    for entry in (*evaluations, trainer.evaluate()):
+        assert entry["eval_kd"] == pytest.approx(entry["eval_loss"], rel=1e-5) and "kd" not in entry
+        assert entry["eval_bad_teacher_rows"] == 0
+    assert "test_kd" in trainer.predict(data).metrics
+
+
+def test_a_model_without_a_causal_loss_of_transformers_has_the_mean_over_scored_tokens(
+    world: Path, tmp_path: Path
+) -> None:
+    """Of GPT-2 a Trainer counts the first token of each row too, which nothing predicts."""
+    teacher, (_, data, collator) = load(world / "teacher"), rows(world)
+    student = GPT2LMHeadModel(GPT2Config(vocab_size=teacher.config.vocab_size, n_embd=8, n_layer=1, n_head=2))
+    found = first_entry(
+        DistillTrainer(
+            model=student, args=arguments(tmp_path), train_dataset=data, data_collator=collator, teacher=teacher
+        )
+    )
+    assert found["loss"] == pytest.approx(found["kd"], rel=1e-5)
+
+
+def test_a_teacher_may_have_an_adapter(world: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    _, data, collator = rows(world)
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(load(world / "teacher"), lora)
+    losses = {}
+    for name in ("adapted", "merged", "bare"):
+        teacher = {"adapted": adapted, "merged": adapted, "bare": load(world / "teacher")}[name]
+        losses[name] = first_entry(
+            DistillTrainer(
+                model=load(world / "student"), args=arguments(tmp_path / name), train_dataset=data,
+                data_collator=collator, teacher=teacher.merge_and_unload() if name == "merged" else teacher,
+            )
+        )["loss"]  # fmt: skip
+    assert losses["adapted"] == pytest.approx(losses["merged"], rel=1e-5) != losses["bare"]
+
+
 def test_what_it_cannot_do_is_refused_by_name(world: Path, tmp_path: Path) -> None:
     _, data, collator = rows(world)
     student, teacher = load(world / "student"), load(world / "teacher")
@@ -189,6 +267,14 @@ def test_what_it_cannot_do_is_refused_by_name(world: Path, tmp_path: Path) -> No
         made(teacher=None)
     with refused(ConfigError, "DistillTrainer", "compute_metrics"):
         made(compute_metrics=lambda _found: {})
+    with refused(ConfigError, "DistillTrainer", "label_smoothing_factor"):
+        made(args=arguments(tmp_path / "x", label_smoothing_factor=0.1))
+    with refused(ConfigError, "teacher", "int"):
+        made(teacher=42)
+    with refused(ConfigError, "teacher", "one object"):
+        made(teacher=student)
+    with refused(ConfigError, "data collator", "labels"):
+        made(data_collator=default_data_collator, train_dataset=data.select(range(1))).train()
     with refused(ConfigError, "objectives", "hidden"):
         made(objectives={"hidden.weight": 1.0})
     with refused(ConfigError, "objectives", "ramp"):
@@ -197,6 +283,9 @@ def test_what_it_cannot_do_is_refused_by_name(world: Path, tmp_path: Path) -> No
     with refused(ConfigError, "data collator", "padding_side"):
         made().train()
     collator.side = "right"
+    peft = pytest.importorskip("peft")
+    with refused(ConfigError, "model", "virtual tokens"):
+        made(model=peft.get_peft_model(student, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)))
     smaller = load(world / "teacher")
     smaller.resize_token_embeddings(100)
     with refused(ConfigError, "teacher", "100"):

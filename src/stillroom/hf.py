@@ -34,7 +34,7 @@ from stillroom.teachers.cache.reader import Cache, CachedTeacher
 from stillroom.teachers.live import LiveTeacher
 from stillroom.training.schedule import Curriculum
 
-TeacherModel: TypeAlias = "str | Path | PreTrainedModel | None"
+TeacherModel: TypeAlias = "str | Path | nn.Module | None"
 _BAD = "bad_teacher_rows"
 _TOLERANCE = 0.05  # of the logits' spread, between a model's own logits and those of its head as it is described
 
@@ -42,13 +42,14 @@ _TOLERANCE = 0.05  # of the logits' spread, between a model's own logits and tho
 class DistillTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
     """A `Trainer` whose loss is Stillroom's.
 
-    - `teacher`: a name or a model; or `cache`: a folder that `stillroom cache` wrote.
+    - `teacher`: a name or a model, also one with a LoRA adapter; or `cache`: a folder that `stillroom cache` wrote.
     - `objectives`: settings below `objectives` of a configuration, `{"kd.divergence": "jsd", "kd.temperature": 2.0,
       "ce.weight": 0.5}`; ramps follow the training's progress.
     - All other arguments are the Trainer's. Rows are padded on the right, one text each.
 
     The log has the unweighted means of the terms, `kd` and `ce`, and `bad_teacher_rows`, positions that were taught by
-    their labels because the teacher's answer was not finite or not stored.
+    their labels because the teacher's answer was not finite or not stored. The metrics of an evaluation have them as
+    `eval_kd`, `eval_ce` and `eval_bad_teacher_rows`.
     """
 
     def __init__(
@@ -60,14 +61,20 @@ class DistillTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
-        if self.compute_metrics is not None or self.args.torch_compile or self.compute_loss_func is not None:
+        is_given = self.compute_metrics is not None or self.compute_loss_func is not None
+        if is_given or self.args.label_smoothing_factor or self.args.torch_compile:
             raise ConfigError(
-                "logits are never made here: compute_metrics, compute_loss_func and torch_compile cannot have them",
+                "logits are never made here: compute_metrics, compute_loss_func, label_smoothing_factor and "
+                "torch_compile cannot have them",
                 where="DistillTrainer",
                 advice=["leave them out, and score a saved student with stillroom.evaluate"],
             )
+        if self.args.n_gpu > 1:
+            raise ConfigError("nn.DataParallel over several GPUs is not served", where="DistillTrainer",
+                              advice=["start with torchrun", "or give it one GPU by CUDA_VISIBLE_DEVICES"])  # fmt: skip
         self.loss_is_scaled_for_ga = None  # scaled where the Trainer gives the number of tokens of all micro-batches
         self.model_accepts_loss_kwargs = True  # so it does
+        self._loss_shifts_labels = True  # and does not count the first, which is never predicted, for any model
         self._scorer = _Scorer(_causal(self.model), teacher, cache, objectives)
         self._seen: dict[str, tuple[Any, Any]] = {}  # sums and counts since the last entry of the log
 
@@ -80,7 +87,7 @@ class DistillTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
     ) -> Any:
         """The loss of a micro-batch, through the wrappers of DDP, FSDP and DeepSpeed."""
         inputs = dict(inputs)
-        labels = inputs.pop("labels")
+        labels = inputs.pop("labels", None)
         batch, student = _batch(inputs, labels), _causal(self.accelerator.unwrap_model(model))
         progress = self.state.global_step / max(self.state.max_steps, 1)
 
@@ -95,8 +102,7 @@ class DistillTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         with _forward_of(student, forward):
             loss = model(**inputs)["loss"]
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
-            parts = self.accelerator.num_processes // self.get_tp_size()  # their gradients are averaged
-            loss = loss * (parts if self.args.n_gpu <= 1 else self.args.n_gpu)
+            loss = loss * (self.accelerator.num_processes // self.get_tp_size())  # gradients are averaged
         return (loss, {}) if return_outputs else loss
 
     def _keep(self, score: Score) -> None:
@@ -105,12 +111,25 @@ class DistillTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             before = self._seen.get(name, (0.0, 0.0))
             self._seen[name] = (before[0] + total, before[1] + count)
 
-    def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
-        """Add the terms since the last entry, of this process."""
+    def _take(self) -> dict[str, float]:
+        """The terms since the last call, of this process."""
         seen, self._seen = self._seen, {}
-        means = {name: float(total) / max(float(count), 1.0) for name, (total, count) in seen.items() if name != _BAD}
-        logs = {**logs, **means, **({_BAD: float(seen[_BAD][0])} if seen else {})}
-        super().log(logs, *arguments, **options)
+        return {name: float(total) / (1.0 if name == _BAD else max(float(count), 1.0))
+                for name, (total, count) in seen.items()}  # fmt: skip
+
+    def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
+        """Add the terms since the last entry to an entry of training."""
+        super().log({**logs, **self._take()} if "loss" in logs else logs, *arguments, **options)
+
+    def evaluation_loop(self, *arguments: Any, metric_key_prefix: str = "eval", **options: Any) -> Any:
+        """Evaluate, and add the terms of the evaluation alone to its metrics."""
+        training, self._seen = self._seen, {}
+        try:
+            found = super().evaluation_loop(*arguments, metric_key_prefix=metric_key_prefix, **options)
+            found.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in self._take().items()})
+        finally:
+            self._seen = training
+        return found
 
 
 def as_loss(
@@ -166,7 +185,11 @@ class _Scorer:
                               advice=["use kd and ce here, or stillroom.distill for the others"])  # fmt: skip
         if (teacher is None) == (cache is None) and self._curriculum.uses_teacher:
             raise ConfigError("give a teacher or a cache, and not both", where="teacher")
-        self._mix, self._given, self._cache = Mix(config.objectives), teacher, cache
+        network = None if isinstance(teacher, str | Path | None) else _causal(teacher, "teacher")
+        if network is student:
+            raise ConfigError("teacher and student are one object", where="teacher",
+                              advice=["give the teacher by name, or a copy.deepcopy of the model"])  # fmt: skip
+        self._mix, self._given, self._cache = Mix(config.objectives), teacher if network is None else network, cache
         self._teacher: Teacher | None = None
         self._vocab_size = int(student.get_output_embeddings().weight.shape[0])
         _check_head(student, "student", self._vocab_size)
@@ -205,12 +228,16 @@ class _Scorer:
         return self._teacher
 
 
-def _causal(model: Any) -> Any:
+def _causal(model: Any, role: str = "model") -> Any:
     """The causal language model inside of a PEFT model, or the model itself."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    head = inner.get_output_embeddings()
-    if hasattr(head, "base_layer"):
-        raise ConfigError("the head has an adapter, which the fused head does not see", where="model",
+    if not isinstance(inner, PreTrainedModel):
+        raise ConfigError(f"{type(model).__name__} is not a model of transformers", where=role,
+                          advice=["give what AutoModelForCausalLM loads, alone or with a LoRA adapter"])  # fmt: skip
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise ConfigError("an adapter of virtual tokens moves the positions", where=role, advice=["use LoRA"])
+    if hasattr(inner.get_output_embeddings(), "base_layer"):
+        raise ConfigError("the head has an adapter, which the fused head does not see", where=role,
                           advice=["leave lm_head out of target_modules"])  # fmt: skip
     return inner
 
@@ -225,9 +252,12 @@ def _check_head(model: Any, role: str, num_rows: int) -> None:
         raise ConfigError(f"the head of the {role} {found}", where=role, advice=["stillroom.distill serves such pairs"])
 
 
-def _batch(inputs: Mapping[str, Any], labels: Tensor) -> Batch:
+def _batch(inputs: Mapping[str, Any], labels: Tensor | None) -> Batch:
     """A micro-batch of a Trainer as Stillroom's: targets are the labels, shifted by one position."""
-    ids = inputs["input_ids"]
+    ids = inputs.get("input_ids")
+    if ids is None or labels is None:
+        raise ConfigError(f"no {'input_ids' if ids is None else 'labels'} in a batch", where="data collator",
+                          advice=["DataCollatorForLanguageModeling(tokenizer, mlm=False) makes both"])  # fmt: skip
     mask = inputs.get("attention_mask")
     mask = torch.ones_like(ids) if mask is None else mask
     if mask.dim() != 2 or bool((mask[:, 1:] > mask[:, :-1]).any()) or inputs.get("position_ids") is not None:

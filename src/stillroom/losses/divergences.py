@@ -143,6 +143,7 @@ def register(name: str, factory: Factory, settings: tuple[str, ...] = ()) -> Non
 
 
 def names() -> tuple[str, ...]:
+    """The names of all divergences, those of packages included."""
     return DIVERGENCES.names()
 
 

@@ -174,19 +174,25 @@ def recorded_end(log: EventLog, folder: Path) -> Iterator[None]:
 
 
 class Step:
-    """One attempted step of a run, for a caller's own loop: its record, and what the loop can ask of the run."""
+    """One attempted step of a run, for a caller's own loop: its record, and what the loop can ask of the run.
+
+    - `number`: of the optimizer step, from 1 on; `num_steps`: of the whole run.
+    - `loss`: the weighted sum of the terms, mean over scored tokens; `terms`: each without its weight; `weights`.
+    - `verdict`: "keep", or what was done instead of an update.
+    - `learning_rate`, `grad_norm`; `tokens`: scored in this step.
+    """
 
     def __init__(self, outcome: StepOutcome, run: Run, state: RunState, stop: Stop) -> None:
         self._run, self._state, self._stop = run, state, stop
-        self.number: int = outcome.evidence.step  # of the optimizer step that was attempted, from 1 on
-        self.num_steps: int = run.schedule.num_steps  # of the whole run
-        self.loss: float = outcome.evidence.loss  # weighted sum of the terms, mean over scored tokens
-        self.terms: dict[str, float] = dict(outcome.evidence.terms)  # unweighted
+        self.number: int = outcome.evidence.step
+        self.num_steps: int = run.schedule.num_steps
+        self.loss: float = outcome.evidence.loss
+        self.terms: dict[str, float] = dict(outcome.evidence.terms)
         self.weights: dict[str, float] = dict(outcome.loss_weights.weights)
-        self.verdict: str = outcome.verdict.action  # "keep", or what was done instead of an update
+        self.verdict: str = outcome.verdict.action
         self.learning_rate: float = outcome.learning_rate
         self.grad_norm: float = outcome.evidence.grad_norm
-        self.tokens: int = outcome.num_targets  # scored in this step
+        self.tokens: int = outcome.num_targets
 
     def __repr__(self) -> str:
         return f"Step({self.number} of {self.num_steps}, loss={self.loss:.4g}, verdict={self.verdict!r})"

@@ -155,12 +155,15 @@ def refuse_changed(folder: Path, summary: Mapping[str, Any]) -> None:
 class Result:
     """A finished run: its folder and its summary.
 
+    `summary` holds what summary.json holds, such as `summary["student"]["perplexity"]`. `already_finished` says that
+    the run had ended before the call, which trained nothing.
+
     With several processes the first has the full summary; the others have only status, reason and advice.
     """
 
     folder: Path
     summary: dict[str, Any] = field(default_factory=dict)
-    already_finished: bool = False  # before this call, which trained nothing
+    already_finished: bool = False
 
     @property
     def student_path(self) -> Path:
@@ -169,6 +172,7 @@ class Result:
 
     @property
     def report_path(self) -> Path:
+        """The report, one HTML file that opens offline."""
         return self.folder / "report.html"
 
     def load_student(self) -> tuple[Any, Any]:
