@@ -166,6 +166,7 @@ print(json.dumps({{"reads": one.host_reads, "products": products, "peak": one.pe
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the fake card of the cost model needs g++")
+@pytest.mark.slow
 def test_a_recorded_step_reads_once_and_holds_what_it_must() -> None:
     environment = {**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1"}
     code = _STEP.format(folder=str(FOLDER))
@@ -187,6 +188,7 @@ def test_a_recorded_step_reads_once_and_holds_what_it_must() -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the fake card of the cost model needs g++")
+@pytest.mark.slow
 def test_the_model_of_a_compiler_moves_what_inductor_moves() -> None:
     """A layer's forward and backward: inductor's own schedule for a T4, from this torch, against `fusion.py`."""
     pytest.importorskip("triton")

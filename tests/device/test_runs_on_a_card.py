@@ -161,6 +161,7 @@ def test_an_adapter_keeps_to_the_plan_and_is_merged_off_the_card(on_cuda: Ask) -
     assert held < 0.75 * whole, "the base has neither gradients nor moments, and its matrices are FP16"
 
 
+@pytest.mark.slow
 def test_every_router_mode_keeps_to_the_plan(on_cuda: Ask) -> None:
     modes = ["truth", "sar", "sar-joint", "sar-meta", "sar-transient", "all-experts", "augmentation"]
     answers = on_cuda([*(f"router {mode}" for mode in modes), "router sar offload"])
@@ -177,6 +178,7 @@ def test_faults_are_recovered_from_on_a_card(on_cuda: Ask) -> None:
     assert math.isfinite(answers["replay"]["loss"])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_another_device_in_the_mode_it_began_in(on_cuda: Ask) -> None:
     answers = on_cuda(
         ["from the CPU", "from the CPU fp16", "to the CPU", "cut and resumed", "evaluate", "generate", "as on the CPU"]
@@ -289,6 +291,7 @@ def test_planted_mistakes_are_caught(on_cuda: Ask) -> None:
         assert words in caught(answers[name]), f"{name}: {caught(answers[name])}"
 
 
+@pytest.mark.slow
 def test_a_device_of_its_own_shows_the_same(on_private: Ask) -> None:
     """Without a compiler: what does not depend on the name of the device."""
     modes = ["fp32", "fp16-master", "fp16-split", "fp16-sr"]

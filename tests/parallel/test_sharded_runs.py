@@ -78,6 +78,7 @@ def deep_world(world: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_one_two_and_four_processes_train_one_student_and_take_over_from_each_other(deep_world: Path) -> None:
     world = deep_world
     at = {name: deep_world / name for name in ("one", "half", "cut", "ddp-cut", "from-cut", "hsdp-cut", "from-hsdp")}

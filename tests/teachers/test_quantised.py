@@ -153,7 +153,8 @@ def test_a_teacher_whose_head_cannot_be_described_is_measured_by_its_own_logits(
     ready, found = quantised(loaded, section(folder), batches, vocab_size=tiny.VOCAB, device=CPU)
     now = torch.cat([log_probs(ready.network, batch) for batch in batches])[: module._OWN_LOGITS_POSITIONS]
     assert found.positions == module._OWN_LOGITS_POSITIONS
-    assert found.kl == pytest.approx(float((full.exp() * (full - now)).sum(-1).mean()), rel=1e-3)
+    kl = float((full.exp() * (full - now)).sum(-1).mean())
+    assert found.kl == pytest.approx(kl, rel=1e-3, abs=1e-7)  # a few millionths: FP32 rounds both sums
 
 
 def test_a_quantised_teacher_answers_a_batch(folder: Path) -> None:
