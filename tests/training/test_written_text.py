@@ -239,7 +239,12 @@ def test_a_command_killed_anywhere_ends_with_the_same_bytes(
         with pytest.raises(Killed):
             written(world / "teacher", questions, tmp_path / "cut.jsonl", **more)
     assert not (tmp_path / "cut.jsonl").exists() and (tmp_path / "cut.jsonl.partial").exists()
-    rows, again = written(world / "teacher", questions, tmp_path / "cut.jsonl", **more)
+    known, notes = json.loads((tmp_path / "cut.jsonl.progress").read_text()), list[str]()
+    config = settings(world / "teacher", questions, **more)
+    again = write_text(config, tmp_path / "cut.jsonl", device="cpu", tell=notes.append)
+    asked, kept = (known["counters"].get(name, 0) for name in ("asked", "kept"))
+    assert f"continues after {asked} answers, {kept} of them kept" in notes and asked >= 4
+    rows = [json.loads(line) for line in (tmp_path / "cut.jsonl").read_text(encoding="utf-8").splitlines()]
     assert (tmp_path / "cut.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert again["counters"] == told["counters"] and rows == whole
     assert not [path for path in tmp_path.iterdir() if path.suffix in (".partial", ".progress", ".lock")]
