@@ -316,12 +316,30 @@ def test_what_cannot_be_written_is_refused(world: Path, questions: Path, tmp_pat
         written(world / "teacher", world / "train.jsonl", tmp_path / "a.jsonl")
 
 
+def following(config: Path, file: Path, *student: str) -> list[str]:
+    return ["stillroom", "distill", str(config), *student, "--data", str(file)]
+
+
+def test_the_command_that_is_offered_names_what_a_run_needs(
+    world: Path, questions: Path, tmp_path: Path, capsys: Any
+) -> None:
+    config, file = tmp_path / "whole.toml", tmp_path / "a.jsonl"
+    models = "".join(f'[{role}]\nmodel = "{world / role}"\n' for role in ("teacher", "student"))
+    config.write_text(f'{models}[write]\nprompts = "{questions}"\nmax_new_tokens = 4\n[train]\nmax_steps = 2\n')
+    _code, out, _err = run_command(capsys, "write", str(config), "--out", str(file), "--device", "cpu")
+    offered = out.splitlines()[-1].split()[3:]
+    assert offered == following(config, file)
+    code, _out, err = run_command(capsys, *offered[1:], "--out", str(tmp_path / "run"), "--device", "cpu")
+    assert code != 2, err
+
+
 def test_the_command_tells_the_cost_and_ends_with_0(world: Path, questions: Path, tmp_path: Path, capsys: Any) -> None:
     config = tmp_path / "write.toml"
     model = f'[teacher]\nmodel = "{world / "teacher"}"\n'
     config.write_text(f'{model}[write]\nprompts = "{questions}"\nmax_new_tokens = 4\n')
     code, out, _err = run_command(capsys, "write", str(config), "--out", str(tmp_path / "a.jsonl"), "--device", "cpu")
     assert code == 0 and "tokens/s" in out and "100.0% of the answers" in out
+    assert out.splitlines()[-1].split()[3:] == following(config, tmp_path / "a.jsonl", "--student", "STUDENT")
     code, out, _err = run_command(capsys, "write", str(config), "--out", str(tmp_path / "b.jsonl"), "--json")
     assert code == 0 and json.loads(out)["rows"] == 9
     code, _out, err = run_command(capsys, "write", str(config))
