@@ -41,7 +41,13 @@ def test_the_amounts_of_a_plan_stand_in_one_column(stillroom: commands.Command, 
     _code, out, err = stillroom(*words(world, "--device", "cpu", "--quick"))
     parts = out[out.index("when it is the fullest") : out.index("total in each precision")].splitlines()[1:]
     rows = [row for row in parts if row.startswith("  ")]
-    assert any("the process" in row for row in rows) and len({len(row) for row in rows}) == 1, err
+    assert any("student weights" in row for row in rows) and len({len(row) for row in rows}) == 1, err
+
+
+def test_what_the_process_takes_in_all_is_no_part_of_the_plan(stillroom: commands.Command, world: Path) -> None:
+    _code, out, err = stillroom(*words(world, "--device", "cpu", "--quick"))
+    parts, _, verdict = out.partition("fits: ")
+    assert "the process" not in parts and "the process" in verdict, err
 
 
 def test_json_has_the_same_keys_whether_it_fits_or_not(stillroom: commands.Command, world: Path) -> None:

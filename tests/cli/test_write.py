@@ -141,6 +141,14 @@ def test_a_person_gets_a_prompt_and_ends_politely(models: dict[str, str], capsys
     assert err.count("> ") == 3, "Ctrl-C ends the answer and not the conversation"
 
 
+def test_an_answer_without_a_word_is_named(models: dict[str, str], capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("stillroom.models.generate.Conversation.ask", lambda *_words, **_options: iter([" ", "\n"]))
+    _code, _out, err = talk(monkeypatch, capsys, "the still\n\n", models["chatty"])
+    assert err.count("wrote no word") == 1, "an empty line is no question"
+    _code, _out, err = talk(monkeypatch, capsys, "the\n", models["chatty"], "--against", models["base"])
+    assert "student: the model wrote no word" in err and "teacher: the model wrote no word" in err
+
+
 def test_a_person_is_greeted_and_helped(models: dict[str, str], capsys: Any, monkeypatch: Any) -> None:
     _code, out, err = talk(monkeypatch, capsys, "/help\n/clear\n", models["chatty"], typed=True)
     assert "chatty" in err and err.count("/quit") == 2 and "cleared" in err and not out

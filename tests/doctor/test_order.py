@@ -204,6 +204,15 @@ def test_fp32_is_advised_to_runs_that_are_not_in_it(mode: str, key: str) -> None
     assert only(found, "divergence").setting.partition("=")[0] == key
 
 
+@pytest.mark.parametrize("mode", ["fp32", "fp16-mixed"])
+def test_a_batch_is_to_be_replayed_only_where_the_state_was_given_up(mode: str) -> None:
+    start = {"event": "run_start", "precision": {"mode": mode}}
+    worse = {"event": "run_end", "status": "diverged", "exit_code": 22, "reason": "no better student"}
+    for events, is_replayed in (([worse], False), ([guard_event(2), worse], True)):
+        found = case(start, step(1), *events, config={"train": {"learning_rate": 1}})
+        assert ("replay" in only(found, "divergence").remedy) == is_replayed
+
+
 @pytest.mark.parametrize(
     ("fault", "cause", "action"),
     [("nan_weight", "divergence", "rollback"), ("inf_grad", "refused_batches", "skip")],

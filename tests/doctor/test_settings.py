@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,17 @@ def test_the_presets_that_hardly_distil_are_the_only_ones_with_a_finding() -> No
     found = {name: [one.cause for one in before_a_run(load_config(None, preset=name))] for name in PRESETS}
     wanted = {name: ["hardly_distils"] for name in ("conservative", "fp16-safe", "ultra-stable")}
     assert {name: causes for name, causes in found.items() if causes} == wanted
+
+
+def test_the_cut_that_is_advised_where_teacher_and_student_are_one_model_cuts_it() -> None:
+    config = load_config(None, overrides={"teacher.model": "a", "student.model": "a"})
+    start = Start(2.0, 100, 0.0, 1.0, 10, 1e-3, travel=lambda: 1.0, spread=lambda: 0.1)
+    settings = Settings(config.to_dict())
+    texts = [*(one.remedy for one in judge_settings(settings) if one.cause == "same_model"), *doubts(start, settings)]
+    assert len(texts) == 2
+    for text in texts:
+        advised = load_config(None, overrides=parse_assignments(re.findall(r"--set (\S+)", text)))
+        assert advised.student.init == "shrink" and (advised.student.shrink.layers or advised.student.shrink.to)
 
 
 def test_the_gravest_is_first() -> None:

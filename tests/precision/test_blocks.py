@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 
 import gguf
 import pytest
 import torch
 from refusals import refused
 
+from stillroom.config import parse_assignments
 from stillroom.core.errors import ConfigError
 from stillroom.precision import AdamW, ParameterGroup
 from stillroom.precision.blocks import FORMATS, block_types, decode, encode, llama_cpp, rounded
@@ -140,3 +142,15 @@ def test_what_cannot_be_stored_is_refused(recipe: str, layers: dict[str, str], s
     shapes = {**SHAPES, "model.layers.0.self_attn.q_proj.weight": shape}
     with refused(ConfigError, "student.quantise"):
         block_types(shapes, recipe, tables=TABLES, layers=layers)
+
+
+def test_the_exception_that_a_refusal_offers_serves_all_layers_at_once() -> None:
+    shapes = {f"model.layers.{layer}.mlp.down_proj.weight": (64, 172) for layer in range(3)}
+    with pytest.raises(ConfigError) as caught:
+        block_types(shapes, "q4_0", tables=TABLES)
+    option = re.search(r"--layers (\S+)=(\S+)", caught.value.advice[0])
+    setting = re.search(r"--set '(.+?)'", caught.value.advice[0])
+    assert option is not None and setting is not None
+    layers = {option[1]: option[2]}
+    assert parse_assignments([setting[1]])["student.quantise_layers"] == layers
+    assert set(block_types(shapes, "q4_0", tables=TABLES, layers=layers).values()) == {"float16"}

@@ -22,7 +22,7 @@ from stillroom.config.schema import FAULTS
 from stillroom.core.errors import Diverged, NoBetterStudent
 from stillroom.telemetry import read_events
 from stillroom.training.distill import distill, resume
-from stillroom.training.finish import Result, how_it_ended
+from stillroom.training.finish import Result, how_it_ended, result_or_error
 from stillroom.training.run import RunState
 
 BASE = {
@@ -151,6 +151,24 @@ def test_a_run_that_ends_worse_keeps_the_first_student_and_ends_with_22_each_tim
         with refused(NoBetterStudent, "run"):
             again()
     assert (folder / "events.jsonl").read_bytes() == before, "nothing was trained again"
+
+
+def test_the_error_of_such_a_run_offers_each_setting_once_and_nothing_about_speed() -> None:
+    advice = [
+        {"severity": "problem", "advice": "lower it", "setting": "train.learning_rate=1"},
+        {"severity": "problem", "advice": "lower it, again", "setting": "train.learning_rate=1"},
+        {"severity": "warning", "advice": "read the data", "setting": ""},
+        {"severity": "warning", "advice": "read the log", "setting": ""},
+        {"severity": "hint", "advice": "stop other programs", "setting": ""},
+    ]
+    for given, wanted in (
+        (advice, ["lower it", "read the data", "read the log"]),
+        (["text of an older run"], ["text of an older run"]),
+    ):
+        summary = {"status": "diverged", "reason": "got worse", "advice": given}
+        with pytest.raises(NoBetterStudent) as caught:
+            result_or_error(Result(Path("run"), summary))
+        assert list(caught.value.advice) == wanted
 
 
 def test_the_command_line_writes_the_report_of_such_a_run(

@@ -239,7 +239,12 @@ def test_a_command_killed_anywhere_ends_with_the_same_bytes(
         with pytest.raises(Killed):
             written(world / "teacher", questions, tmp_path / "cut.jsonl", **more)
     assert not (tmp_path / "cut.jsonl").exists() and (tmp_path / "cut.jsonl.partial").exists()
-    rows, again = written(world / "teacher", questions, tmp_path / "cut.jsonl", **more)
+    known, notes = json.loads((tmp_path / "cut.jsonl.progress").read_text()), list[str]()
+    config = settings(world / "teacher", questions, **more)
+    again = write_text(config, tmp_path / "cut.jsonl", device="cpu", tell=notes.append)
+    asked, kept = (known["counters"].get(name, 0) for name in ("asked", "kept"))
+    assert f"continues after {asked} answers, {kept} of them kept" in notes and asked >= 4
+    rows = [json.loads(line) for line in (tmp_path / "cut.jsonl").read_text(encoding="utf-8").splitlines()]
     assert (tmp_path / "cut.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert again["counters"] == told["counters"] and rows == whole
     assert not [path for path in tmp_path.iterdir() if path.suffix in (".partial", ".progress", ".lock")]
@@ -311,12 +316,30 @@ def test_what_cannot_be_written_is_refused(world: Path, questions: Path, tmp_pat
         written(world / "teacher", world / "train.jsonl", tmp_path / "a.jsonl")
 
 
+def following(config: Path, file: Path, *student: str) -> list[str]:
+    return ["stillroom", "distill", str(config), *student, "--data", str(file)]
+
+
+def test_the_command_that_is_offered_names_what_a_run_needs(
+    world: Path, questions: Path, tmp_path: Path, capsys: Any
+) -> None:
+    config, file = tmp_path / "whole.toml", tmp_path / "a.jsonl"
+    models = "".join(f'[{role}]\nmodel = "{world / role}"\n' for role in ("teacher", "student"))
+    config.write_text(f'{models}[write]\nprompts = "{questions}"\nmax_new_tokens = 4\n[train]\nmax_steps = 2\n')
+    _code, out, _err = run_command(capsys, "write", str(config), "--out", str(file), "--device", "cpu")
+    offered = out.splitlines()[-1].split()[3:]
+    assert offered == following(config, file)
+    code, _out, err = run_command(capsys, *offered[1:], "--out", str(tmp_path / "run"), "--device", "cpu")
+    assert code != 2, err
+
+
 def test_the_command_tells_the_cost_and_ends_with_0(world: Path, questions: Path, tmp_path: Path, capsys: Any) -> None:
     config = tmp_path / "write.toml"
     model = f'[teacher]\nmodel = "{world / "teacher"}"\n'
     config.write_text(f'{model}[write]\nprompts = "{questions}"\nmax_new_tokens = 4\n')
     code, out, _err = run_command(capsys, "write", str(config), "--out", str(tmp_path / "a.jsonl"), "--device", "cpu")
     assert code == 0 and "tokens/s" in out and "100.0% of the answers" in out
+    assert out.splitlines()[-1].split()[3:] == following(config, tmp_path / "a.jsonl", "--student", "STUDENT")
     code, out, _err = run_command(capsys, "write", str(config), "--out", str(tmp_path / "b.jsonl"), "--json")
     assert code == 0 and json.loads(out)["rows"] == 9
     code, _out, err = run_command(capsys, "write", str(config))

@@ -248,7 +248,7 @@ def chat(
                 if not sys.stdin.isatty():
                     raise
                 echo("")
-                _say_to_person("the answer was stopped; ask on, or end with Ctrl-D")
+                _say_to_person("the answer was stopped; ask again, or end with Ctrl-D")
 
 
 _HELP = "/help shows this, /clear forgets the conversation\nCtrl-C stops an answer, /quit or Ctrl-D ends the chat"
@@ -291,6 +291,8 @@ def _answer(talks: dict[str, Conversation], question: str, options: dict[str, An
     for role, talk in talks.items():
         if question and "positions are full" in talk.ended:
             _note(f"{role}: {talk.ended}; /clear begins again")
+        elif question and not as_json and not texts[role].strip():
+            _note(_NOTHING if len(talks) == 1 else f"{role}: {_NOTHING}")
     if as_json:
         ends = {role: talk.ended if question else "" for role, talk in talks.items()}
         answers = {role: {"answer": text.strip(), "ended": ends[role]} for role, text in texts.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 from collections.abc import Mapping
@@ -534,6 +535,10 @@ def write(
         return
     from stillroom.telemetry.wording import clean
 
+    words = ["stillroom", "distill", *([str(config)] if config else []), *(["--teacher", teacher] if teacher else [])]
+    if loaded.config.student.init != "shrink" and "student.model" not in loaded.config.given:
+        words += ["--student", "STUDENT"]  # without it the command would be refused
+    words += ["--data", str(result["file"])]
     share = "" if result["kept_share"] is None else f", {result['kept_share']:.1%} of the answers"
     lines = [
         f"written  {clean(result['file'])}",
@@ -541,7 +546,7 @@ def write(
         f"cost  {result['tokens']:,} tokens in {result['seconds']:,.1f} s, {result['tokens_per_second']:,.1f} tokens/s",
         *(f"{clean(name).replace('_', ' ')}  {count:,}" for name, count in result["counters"].items()),
         *(f"refused  {clean(text)}" for text in result["refusals"]),
-        f"train on it  stillroom distill --data {clean(result['file'])}",
+        f"train on it  {clean(' '.join(map(shlex.quote, words)))}",
     ]
     for line in lines:
         echo(line)

@@ -635,14 +635,14 @@ def divergence(case: Case) -> Finding | None:
         what = f"{len(given_up)} times the state was given up; the last: {given_up[-1].get('reason')}"
     else:
         what = str(case.record.end.get("reason") or summary.get("reason") or "the run ended as diverged")
-    look = "and look at the batch: `stillroom replay RUN STEP`"
+    look = ", and look at the batch: `stillroom replay RUN STEP`" if given_up else ""
     if case.get("guard.on_nonfinite") == "halt":
         advice, setting = "let the guard skip and roll back", "guard.on_nonfinite=recover"
     elif case.mode == "fp32":
         rate = case.number("train.learning_rate", 1e-3)
-        advice, setting = f"lower the learning rate, {look}", f"train.learning_rate={rate / 10:.2g}"
+        advice, setting = f"lower the learning rate{look}", f"train.learning_rate={rate / 10:.2g}"
     else:
-        advice, setting = f"train in a precision with more range, {look}", "precision.mode=fp32"
+        advice, setting = f"train in a precision with more range{look}", "precision.mode=fp32"
     return found(
         "problem" if is_ended or case.exit_code in (21, 23) else "warning",
         what,

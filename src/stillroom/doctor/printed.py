@@ -96,8 +96,6 @@ def plan_lines(plan: Mapping[str, Any]) -> list[str]:
     lines = wrapped("precision  ", f"{plan['precision']}: {plan['reason']}")
     lines += ["", f"on {plan['device']}, when it is the fullest ({layout['largest_at']})"]
     lines += _table(layout["device"])
-    if layout.get("process"):
-        lines += _table({"the process with its libraries": layout["process"]})
     lines += ["main memory", *_table(layout["main_memory"]), "disk", *_table(layout["disk"])]
     if plan["disk_short_by"]:
         free, short = amount(plan["disk_free"]), amount(plan["disk_short_by"])
@@ -108,7 +106,10 @@ def plan_lines(plan: Mapping[str, Any]) -> list[str]:
     bound = plan["bound"]
     for mode, total in plan["totals"].items():
         lines.append(f"  {mode:<34}{amount(total):>10}  {'fits' if total <= bound else 'does not fit'}")
-    lines += ["", *_verdict(plan), "", *_cost(plan["cost"])]
+    lines += ["", *_verdict(plan)]
+    if layout.get("process"):
+        lines.append(f"with its libraries the process takes about {amount(layout['process'])}")
+    lines += ["", *_cost(plan["cost"])]
     for note in plan["notes"]:
         lines += wrapped("note  ", note)
     return lines

@@ -588,7 +588,7 @@ def same_model(settings: Settings) -> Finding | None:
     if settings.get("data.teacher_prefix"):
         return None
     what = f"teacher and student are the same model, {clean(model)}: there is nothing to distil"
-    return found("warning", what, "--student with a smaller model, or cut one: --set student.init=shrink with layers")
+    return found("warning", what, f"--student with a smaller model, or cut one: {_CUT}")
 
 
 @rule("settings")
@@ -604,6 +604,8 @@ def teaches_itself(settings: Settings) -> Finding | None:
 
 
 _CONTEXT = "give the teacher a context: data.teacher_prefix, or teacher_messages or teacher_prompt in the records"
+
+_CUT = "--set student.init=shrink --set student.shrink.to=0.5"  # without a size nothing is cut: the student is a copy
 
 
 @rule("settings")
@@ -686,7 +688,7 @@ def student_is_teacher(start: Start) -> Finding | None:
         "warning",
         "teacher and student give the same answers before any training: they seem to have the same weights, and there "
         "is nothing to learn",
-        "name another teacher, a smaller student, or cut one: --set student.init=shrink",
+        f"name another teacher, a smaller student, or cut one: {_CUT}",
     )
 
 

@@ -107,10 +107,16 @@ def block_types(
                 f"{name} {list(shape)} cannot be stored as {kind}: its rows are not whole blocks of "
                 f"{FORMATS[kind].size}",
                 where=where,
-                advice=[f"store it wider: {name}=float16 in student.quantise_layers or --layers", "use float16"],
+                advice=[f"store it wider: {_store_wider(name)}"],
             )
         found[name] = kind
     return found
+
+
+def _store_wider(name: str) -> str:
+    """The exception, as --layers and student.quantise_layers take it, for all layers of this kind at once."""
+    kind = name.removesuffix(".weight").rpartition(".")[2]
+    return f"--layers {kind}=float16 with export, --set 'student.quantise_layers={{{kind}=\"float16\"}}' in a run"
 
 
 def _exceptions(layers: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], where: str) -> dict[str, str]:

@@ -494,16 +494,26 @@ def result_or_error(result: Result) -> Result:
         str(result.summary["reason"]),
         folder=result.folder,
         summary=result.summary,
-        advice=[_sentence(one) for one in result.summary["advice"]][:_NUM_ADVICE],
+        advice=_remedies(result.summary["advice"])[:_NUM_ADVICE],
     )
 
 
 _NUM_ADVICE = 3  # more do not fit on the screen of an error
 
 
-def _sentence(advice: Any) -> str:
-    """Advice of a summary as a line; in processes but the first, and in older summaries, it is a text already."""
-    return str(advice.get("advice") if isinstance(advice, dict) else advice)
+def _remedies(found: list[Any]) -> list[str]:
+    """Advice of a summary as lines, each setting once. Hints, as about speed, are no cause of a bad result.
+
+    In processes but the first, and in older summaries, an entry is a text already.
+    """
+    lines, settings = list[str](), set[str]()
+    for one in found:
+        if not isinstance(one, dict):
+            lines.append(str(one))
+        elif one.get("severity") != "hint" and (not one.get("setting") or one["setting"] not in settings):
+            lines.append(str(one.get("advice")))
+            settings.add(one.get("setting", ""))
+    return lines
 
 
 def _checks(run: Run, summary: dict[str, Any], events: tuple[Event, ...]) -> list[dict[str, Any]]:

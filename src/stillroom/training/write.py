@@ -406,7 +406,8 @@ def write_text(
             keeper = Keeper(settings, vocabulary, check)
             output.begin(keeper)
             if output.num_units:
-                tell(f"continues after {output.num_units:,} units: {keeper.counters['kept']:,} answers are there")
+                asked, kept = keeper.counters["asked"], keeper.counters["kept"]
+                tell(f"continues after {asked:,} answers, {kept:,} of them kept")
             _write(source, prompts, settings, output, keeper, stop, tell, on_progress)
             about = _about(config, source, output, keeper, len(prompts))
             output.end(about)
