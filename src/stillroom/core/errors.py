@@ -171,7 +171,7 @@ class BrokenAtStart(StillroomError):
     """Student, teacher or device cannot be used before training begins."""
 
     exit_code = 20
-    title = "broken before training"
+    title = "cannot begin"
 
 
 class CacheDamaged(BrokenAtStart):
