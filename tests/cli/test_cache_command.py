@@ -51,6 +51,7 @@ def test_the_command_writes_tells_and_is_done_at_once_the_second_time(
 ) -> None:
     assert ended(words(small, tmp_path / "cache")) == 0
     said = capsys.readouterr().out
+    assert said.count("minutes left") == 1, "a short cache has one line of progress, its last"
     for word in ("tokens/s", "MB", "minutes left", "top 8 tokens exactly and 12 drawn", "bytes a position"):
         assert word in said
     monkeypatch.setattr(write_cache, "open_live", lambda *_: pytest.fail("the teacher was loaded for nothing"))

@@ -462,17 +462,23 @@ class _Teller:
 
     def __init__(self, *, is_quiet: bool) -> None:
         self._is_quiet = is_quiet
-        self._last = 0.0
+        self._last, self._is_over = time.monotonic(), False  # the first figures are far off
 
     def note(self, text: str) -> None:
         if not self._is_quiet:
             echo(text)
 
+    def _is_due(self, *, is_end: bool) -> bool:
+        """Whether to write a line: now and then, and once at the end."""
+        is_early = time.monotonic() - self._last < _EVERY_SECONDS and not is_end
+        if self._is_quiet or is_early or (is_end and self._is_over):
+            return False
+        self._last, self._is_over = time.monotonic(), is_end
+        return True
+
     def progress(self, progress: Progress) -> None:
-        is_end = progress.done_tokens >= progress.all_tokens
-        if self._is_quiet or (time.monotonic() - self._last < _EVERY_SECONDS and not is_end):
+        if not self._is_due(is_end=progress.done_tokens >= progress.all_tokens):
             return
-        self._last = time.monotonic()
         echo(
             f"{progress.done_tokens:,} of {progress.all_tokens:,} tokens  {progress.tokens_per_second:,.0f} tokens/s  "
             f"{progress.num_bytes / 1e6:,.1f} MB  {progress.eta_seconds / 60:,.1f} minutes left"
@@ -480,10 +486,8 @@ class _Teller:
 
     def written(self, known: Mapping[str, Any]) -> None:
         """Progress of `write`."""
-        is_end = known["prompts"] >= known["of"]
-        if self._is_quiet or (time.monotonic() - self._last < _EVERY_SECONDS and not is_end):
+        if not self._is_due(is_end=known["prompts"] >= known["of"]):
             return
-        self._last = time.monotonic()
         echo(
             f"{known['prompts']:,} of {known['of']:,} prompts  {known['rows']:,} rows  {known['tokens']:,} tokens  "
             f"{known['tokens_per_second']:,.1f} tokens/s"

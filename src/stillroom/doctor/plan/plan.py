@@ -72,9 +72,8 @@ def parse_bytes(text: str, where: str = "--device-memory") -> int:
     """
     amount = _AMOUNT.fullmatch(text)
     if amount is not None and not amount[2]:
-        raise ConfigError(
-            f"{text!r} has no unit", where=where, advice=[f"{where} {text.strip()}GB", f"{where} {text.strip()}B"]
-        )
+        unit_meant = "GB" if float(amount[1]) < _UNITS["mb"] else "B"
+        raise ConfigError(f"{text!r} has no unit", where=where, advice=[f"{where} {text.strip()}{unit_meant}"])
     unit = _UNITS.get(amount[2].lower()) if amount else None
     if amount is None or unit is None or int(float(amount[1]) * unit) < 1:
         raise ConfigError(
