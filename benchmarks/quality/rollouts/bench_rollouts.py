@@ -537,7 +537,8 @@ def main() -> None:
         select(Book("select", RESULTS))
     else:
         draw(Book("rollouts", RESULTS))
-        draw_select(Book("select", RESULTS))
+        if (chosen := Book("select", RESULTS)).runs:
+            draw_select(chosen)
 
 
 if __name__ == "__main__":
