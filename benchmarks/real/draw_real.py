@@ -114,7 +114,7 @@ def figures(results: Results) -> Record:
         text: {"tokens": arms["teacher", 0][text]["tokens"], "documents": len(arms["teacher", 0][text]["documents"])}
         for text in TEXTS
     }
-    for better, than in (("kl", "plain"), ("muon", "plain"), ("best", "plain"), ("narrow-kl", "narrow-plain")):
+    for better, than in (("kl", "plain"), ("best", "plain"), ("kl-written", "kl-docs"), ("narrow-kl", "narrow-plain")):
         if {(better, 0), (than, 0)} <= set(arms):
             made["lead"][f"{better} over {than}"] = {text: lead(arms, better, than, text) for text in TEXTS}
     for kind, *rest in sorted(job for job in jobs if job[0] == "file"):
@@ -386,8 +386,9 @@ def _failures(results: Results, mark: Marks, made: Record) -> Iterator[str]:
         if arms["best"]["answered"] < BARS["prompts"]:
             got = mark('arms["best"].answered', ".0f", percent=True)
             yield f"It was to answer {BARS['prompts']:.0%} of the prompts that the teacher answers; it answers {got} %."
-    for name in ("muon", "best", "rounds", "cached", "kl-written", "kl-docs", "q4-trained"):
-        other = "q4" if name == "q4-trained" else "kl"
+    others = {"q4-trained": "q4", "kl-written": "kl-docs"}  # of the same CPU seconds
+    for name in ("best", "rounds", "cached", "kl-written", "q4-trained"):
+        other = others.get(name, "kl")
         if {name, other} <= set(arms):
             for text in TEXTS:
                 if arms[name][text]["bits_per_byte"] >= arms[other][text]["bits_per_byte"]:
@@ -475,7 +476,7 @@ def _method(results: Results, mark: Marks, made: Record) -> Iterator[str]:
 # -- plot ------------------------------------------------------------------------------------------------
 
 COLORS = {
-    "plain": "#e0862c", "kl": "#3b82d6", "best": "#2f9e5b", "muon": "#c2557f", "rounds": "#9b6dd6", "cached": "#1fa3b0",
+    "plain": "#e0862c", "kl": "#3b82d6", "best": "#2f9e5b", "rounds": "#9b6dd6", "cached": "#1fa3b0",
     "kl-written": "#b98a5e", "kl-docs": "#8a8f3c", "narrow-plain": "#e0862c", "narrow-kl": "#3b82d6",
 }  # fmt: skip
 INK = "#808890"  # readable on white and on black

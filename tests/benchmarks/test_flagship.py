@@ -140,7 +140,7 @@ def test_no_arm_is_trained_before_its_rate_is_chosen_and_its_base_is_there(tmp_p
 # -- arms ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["plain", "muon", "narrow-kl"])
+@pytest.mark.parametrize("name", ["plain", "best", "narrow-kl"])
 def test_the_settings_of_an_arm_train_a_student(world: Path, tmp_path: Path, name: str) -> None:
     asked = {**tiny.settings(world), **arms.SHARED, **arms.ARMS[name].settings, "train.max_steps": 2}
     asked |= {key: value for key, value in TINY.items() if key in asked}
