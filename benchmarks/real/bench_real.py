@@ -1,6 +1,6 @@
 """A pretrained model that nobody here trained, cut to half its layers and recovered in a night: SmolLM2-135M-Instruct.
 
-    make flagship                                    # everything that is missing: 8 hours on two cores
+    make flagship                                    # everything that is missing: four hours on two cores
     make flagship SMALL=1                            # the same in twenty minutes, with short arms
     python benchmarks/real/bench_real.py --only plain,kl     # some arms, and what they need
     python benchmarks/real/bench_real.py --only write        # only what the teacher writes
@@ -43,7 +43,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="arms by name, or write, with commas; with what they need")
     parser.add_argument("--small", action="store_true", help="twenty minutes: short arms, the same code")
-    parser.add_argument("--hours", type=float, help="by the clock, shared over all arms; 8, or a third with --small")
+    parser.add_argument("--hours", type=float, help="by the clock, shared over all arms; 4, or 1/3 with --small")
     parser.add_argument("--workers", type=int, default=2, help="jobs at a time, one thread each")
     parser.add_argument("--cache", type=Path, default=HERE / ".cache", help="model, texts and runs")
     parser.add_argument("--results", type=Path, help="result files; results/, or with --small a folder of the cache")
@@ -103,17 +103,17 @@ def wanted_jobs(scale: Scale, results: Results, only: set[str]) -> Iterator[tupl
     yield ("text", "all"), writes
     chosen = {name for name in ARMS if not only or name in only}
     chosen |= {ARMS[name].base for name in chosen if ARMS[name].base}
-    tried = {ARMS[name].trial for name in chosen if ARMS[name].trial}
     texts: set[Job] = {("text", "all")}
     for name in ("teacher", "cut"):
         yield ("arm", name, 0), texts
-    for name in trials():
-        if name in tried:
-            yield from _trial_jobs(scale, results, name)
+    tried: set[str] = set()
     for name, seed in order(scale):
         arm = ARMS[name]
         if name not in chosen or name in ("teacher", "cut"):
             continue
+        if arm.trial and arm.trial not in tried:
+            tried.add(arm.trial)
+            yield from _trial_jobs(scale, results, arm.trial)
         needs: set[Job] = texts | ({("arm", arm.base, 0)} if arm.base else set())
         if arm.is_trained:
             yield ("timing", name), needs
