@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from datasets import Dataset
+from process_jobs import alone, group
 from refusals import refused
 from transformers import (
     AutoModelForCausalLM,
@@ -122,6 +125,34 @@ def test_eight_micro_batches_equal_one_and_the_bare_loss_equals_the_trainer(worl
     parts = train(world, tmp_path / "b", "trainer", per_device_train_batch_size=1, gradient_accumulation_steps=ROWS)
     assert are_close(whole, parts) and are_close(whole, train(world, tmp_path / "c", "bare"))
     assert not are_close(whole, load(world / "student").state_dict()), "something was trained"
+
+
+def test_two_processes_equal_one_in_weights_and_in_every_number_of_the_log(world: Path, tmp_path: Path) -> None:
+    def train_part() -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)  # a fork of these tests has that of one process
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        _, data, collator = rows(world)
+        trainer = DistillTrainer(
+            model=load(world / "student"), teacher=load(world / "teacher"), objectives=SETTINGS,
+            args=arguments(tmp_path / f"of-{size}", max_steps=2, per_device_train_batch_size=ROWS // size),
+            train_dataset=data, eval_dataset=data, data_collator=collator,
+        )  # fmt: skip
+        trainer.train()
+        found = [*trainer.state.log_history[:2], trainer.evaluate()]
+        ours = ("loss", "grad_norm", "kd", "ce", "bad_teacher_rows", "eval_kd", "eval_ce", "eval_bad_teacher_rows")
+        kept = [{name: one[name] for name in ours if name in one} for one in found]
+        if trainer.is_world_process_zero():
+            torch.save((kept, trainer.accelerator.unwrap_model(trainer.model).state_dict()), tmp_path / f"{size}.pt")
+
+    alone(train_part)
+    group(2, train_part)
+    (told, weights), (told_by_two, weights_of_two) = (torch.load(tmp_path / f"{size}.pt") for size in (1, 2))
+    assert [sorted(entry) for entry in told] == [["bad_teacher_rows", "ce", "grad_norm", "kd", "loss"]] * 2 + [
+        ["eval_bad_teacher_rows", "eval_ce", "eval_kd"]  # eval_loss is the Trainer's mean over means of batches
+    ]
+    for entry, entry_of_two in zip(told, told_by_two, strict=True):
+        assert entry_of_two == pytest.approx(entry, rel=1e-5)
+    assert are_close(weights, weights_of_two)
 
 
 def test_a_cache_answers_for_the_teacher_by_the_content_of_rows(world: Path, tmp_path: Path) -> None:

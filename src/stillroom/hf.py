@@ -112,10 +112,14 @@ class DistillTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             self._seen[name] = (before[0] + total, before[1] + count)
 
     def _take(self) -> dict[str, float]:
-        """The terms since the last call, of this process."""
+        """The terms since the last call, over all processes: each calls this at the same steps."""
         seen, self._seen = self._seen, {}
-        return {name: float(total) / (1.0 if name == _BAD else max(float(count), 1.0))
-                for name, (total, count) in seen.items()}  # fmt: skip
+        if not seen:
+            return {}
+        mine = torch.tensor([[float(total), float(count)] for total, count in seen.values()], dtype=torch.float64)
+        sums = self.accelerator.reduce(mine.to(self.args.device), "sum").tolist()
+        return {name: total / (1.0 if name == _BAD else max(count, 1.0))
+                for name, (total, count) in zip(seen, sums, strict=True)}  # fmt: skip
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
         """Add the terms since the last entry to an entry of training."""
