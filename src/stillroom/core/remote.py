@@ -622,7 +622,7 @@ class Sender:
         self._sums: dict[str, tuple[tuple[int, int, int], FileSum]] = {}  # by (size, time, inode)
         self._write_note: Callable[[str], object] | None = None
         self._notes: list[str] = []
-        self.num_commits = self.num_failed = 0
+        self.num_failed = 0
         self._is_away = False
         self._lost: BaseException | None = None  # raised in the thread of the run
         self._thread: threading.Thread | None = None
@@ -730,7 +730,6 @@ class Sender:
         Known(sent=known.sent, next=commit.id).write(self.folder.parent)
         self._store.send(files, commit, self._known)
         Known(sent=commit.id).write(self.folder.parent)
-        self.num_commits += 1
         for name in sorted(self._known.keys() - sums.keys(), key=_order, reverse=True):
             self._store.remove([name])
             self._known.pop(name)

@@ -15,8 +15,7 @@ A model whose cache or left padding changes its logits is computed without it (`
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -50,12 +49,6 @@ def row_seed(*parts: int | str) -> int:
     """Return a seed that follows from its parts alone, such as run seed, round, prompt and number of the sample."""
     named = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(named.encode(), digest_size=8).digest(), "big") >> 1
-
-
-def count_ends(rows: Iterable[Written]) -> dict[str, int]:
-    """Count how rows ended, with a key for each way."""
-    seen = Counter(row.ended for row in rows)
-    return {name: seen[name] for name in ENDED}
 
 
 def write_rows(

@@ -288,15 +288,6 @@ class LoggedRun(RunReading):
         return kept[::-1]
 
     @cached_property
-    def refused_steps(self) -> list[Event]:
-        """Refused attempts: step records, and guard events of steps without a record."""
-        steps = [event for event in self.of("step") if has_step(event) and not _is_kept(event)]
-        recorded = {event["step"] for event in steps}
-        guards = [event for event in self.of("guard") if has_step(event) and event["step"] not in recorded]
-        guarded = [{**section(event, "evidence"), **event} for event in guards]
-        return sorted(steps + guarded, key=lambda event: int(event["step"]))
-
-    @cached_property
     def evals(self) -> list[Event]:
         """The last evaluation of each step, in order, without those that gave no number."""
         evals = {event["step"]: event for event in self.of("eval") if has_step(event)}
