@@ -142,7 +142,7 @@ def draw() -> None:
         ("teacher", run["teacher"]["perplexity"], "#7a4fa3"),
         ("distilled student", run["student"]["perplexity"], "#1a6b52"),
         ("no teacher, equal compute", run["baseline_equal_compute"]["perplexity"], "#b5651d"),
-        ("no teacher, equal tokens", run["baseline"]["perplexity"], "#888888"),
+        ("no teacher, equal tokens", run["baseline"]["perplexity"], "#6a6a6a"),
     ]
     right = points[-1]["step"]
     for label, value, colour in lines:

@@ -47,9 +47,9 @@ def table(result: dict[str, Any]) -> str:
             shown = f"{row['ratio_wall']:.2f}"
             if turns > 1:  # one turn has no middle half
                 shown += f" ({row['ratio_wall_low']:.2f} to {row['ratio_wall_high']:.2f})"
-            lines.append(f"| {name} | {turns} | {row['wall']:.3f} | {shown} | {row['ratio_cpu']:.2f} |")
+            lines.append(f"| {_shown(name)} | {turns} | {row['wall']:.3f} | {shown} | {row['ratio_cpu']:.2f} |")
         last = part["sittings"][-1]
-        lines += [f"| {name} | | absent | {reason} | |" for name, reason in last["absent"].items()]
+        lines += [f"| {_shown(name)} | | absent | {reason} | |" for name, reason in last["absent"].items()]
         lines += ["", "Where our time goes (share of the step, median of further runs in the last sitting):", ""]
         lines += ["| contender | products | rows | rest |", "|---|---|---|---|"]
         for name, spent in last["parts"].items():
@@ -64,8 +64,15 @@ def table(result: dict[str, Any]) -> str:
         lines += ["|---" * (len(result["memory"]) + 1) + "|"]
         for name in names:
             cells = [part["peak_extra_bytes"].get(name) for part in result["memory"]]
-            lines.append(f"| {name} | " + " | ".join("" if c is None else f"{c / 1e6:.0f}" for c in cells) + " |")
+            lines.append(
+                f"| {_shown(name)} | " + " | ".join("" if c is None else f"{c / 1e6:.0f}" for c in cells) + " |"
+            )
     return "\n".join(lines) + "\n"
+
+
+def _shown(name: str) -> str:
+    """The name without the number of the script that the naive loss is from: readers do not have it."""
+    return name.removesuffix(" (seed 002)")
 
 
 def bars(result: dict[str, Any]) -> list[str]:
@@ -143,7 +150,7 @@ def plots(result: dict[str, Any], stem: Path) -> list[Path]:
         figure, axes = pyplot.subplots(len(chosen), 1, figsize=(9, 0.34 * sum(len(r) + 3 for _, r in chosen)))
         for axis, (name, rows) in zip([axes] if len(chosen) == 1 else axes, chosen, strict=True):
             colours = ["#2b6cb0" if n.startswith("stillroom") else "#b0b0b0" for n in rows]
-            bars = axis.barh(list(rows), list(rows.values()), color=colours)
+            bars = axis.barh([_shown(n) for n in rows], list(rows.values()), color=colours)
             axis.bar_label(bars, fmt="%.2f" if label == "time" else "%.0f", padding=3, fontsize=8)
             axis.invert_yaxis()
             axis.set_title(f"{name} ({wanted})", fontsize=9, loc="left")

@@ -175,7 +175,7 @@ def save_figure(book: Book, figure: Any, name: str = "") -> None:
     print(path)
 
 
-def axes(width: float = 7.0, height: float = 4.0, columns: int = 1) -> tuple[Any, Any]:
+def axes(width: float = 7.0, height: float = 4.0, columns: int = 1, rows: int = 1) -> tuple[Any, Any]:
     """An empty figure in the house style, drawn the same way every time."""
     import matplotlib
 
@@ -183,11 +183,12 @@ def axes(width: float = 7.0, height: float = 4.0, columns: int = 1) -> tuple[Any
     matplotlib.rcParams["svg.hashsalt"] = "stillroom"
     import matplotlib.pyplot as plt
 
-    figure, found = plt.subplots(1, columns, figsize=(width, height), squeeze=False)
-    for one in found[0]:
+    figure, grid = plt.subplots(rows, columns, figsize=(width, height), squeeze=False)
+    found = list(grid.flat)
+    for one in found:
         for side in ("top", "right"):
             one.spines[side].set_visible(False)
-    return figure, found[0][0] if columns == 1 else found[0]
+    return figure, found[0] if len(found) == 1 else found
 
 
 def curve(axes: Any, points: Mapping[float, Collection[float]], **look: Any) -> None:

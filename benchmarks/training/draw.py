@@ -160,8 +160,10 @@ def plot(results: dict[str, dict[str, Any]]) -> list[Path]:
     made = []
     if "scaling" in results:
         axes = results["scaling"]["axes"]
-        figure, panels = pyplot.subplots(1, len(axes), figsize=(3 * len(axes), 2.8))
-        for panel, (axis, found) in zip(panels, axes.items(), strict=True):
+        figure, grid = pyplot.subplots(2, (len(axes) + 1) // 2, figsize=(8, 5), squeeze=False)
+        for panel in grid.flat[len(axes) :]:
+            panel.set_visible(False)
+        for panel, (axis, found) in zip(grid.flat, axes.items(), strict=False):
             panel.plot(
                 [p["value"] for p in found["points"]], [p["wall"] for p in found["points"]], "o-", color="#2b6cb0"
             )

@@ -39,7 +39,7 @@ def test_a_plan_is_80_columns_wide_and_says_that_it_fits(stillroom: commands.Com
 
 def test_the_amounts_of_a_plan_stand_in_one_column(stillroom: commands.Command, world: Path) -> None:
     _code, out, err = stillroom(*words(world, "--device", "cpu", "--quick"))
-    parts = out[out.index("when it is the fullest") : out.index("total in each precision")].splitlines()[1:]
+    parts = out[out.index("at the peak (") : out.index("total in each precision")].splitlines()[1:]
     rows = [row for row in parts if row.startswith("  ")]
     assert any("student weights" in row for row in rows) and len({len(row) for row in rows}) == 1, err
 

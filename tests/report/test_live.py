@@ -68,7 +68,7 @@ def test_pages_that_would_cost_too_much_are_left_out_and_counted(run: Path, monk
     assert report.num_written >= 1 and report.num_left_out >= 1
     assert report.seconds == report.num_written * cost
     assert report.seconds <= MAX_SHARE * clock.now + cost
-    assert f"{report.num_left_out} pages left out" in report.foot()
+    assert f"of the run's time: {report.num_left_out}." in report.foot()
 
 
 def test_a_short_run_is_not_slowed_at_all(run: Path) -> None:

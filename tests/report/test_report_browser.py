@@ -89,6 +89,15 @@ def test_nothing_has_to_be_scrolled_sideways(window: Browser, page: Path, width:
     assert too_wide == []
 
 
+def test_a_token_of_many_spaces_stays_in_its_box(window: Browser, page: Path) -> None:
+    window.open(page, width=WIDTHS[0])
+    token, box = window.run(
+        """const one = document.querySelector('.tokens .token'); one.textContent = ' '.repeat(200);
+           return [one, one.closest('.tokens')].map((each) => each.getBoundingClientRect().right)"""
+    )
+    assert token <= box
+
+
 def luminance(colour: str) -> float:
     parts = [int(part) / 255 for part in colour.removeprefix("rgb(").removesuffix(")").split(",")]
     linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]

@@ -162,7 +162,7 @@ def test_few_documents_are_given_no_interval_and_the_reader_is_told_why(tmp_path
     found = assess(str(tmp_path / "model"), write(tmp_path / "t.jsonl", TEXTS[:2]), device="cpu")
     assert found["student"]["intervals"] == {} and found["student"]["documents"] == 2
     lines = assessment_lines(found)
-    told = "no 95 % interval: it takes 8 held-out documents (scored: 2)"
+    told = "no 95 % interval: it needs 8 held-out documents (scored: 2)"
     assert told in lines and told in summary_lines({"student": found["student"]})
     assert not any("no 95 %" in line for line in summary_lines({"student": {"documents": 55}}))
 

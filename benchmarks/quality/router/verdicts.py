@@ -147,10 +147,11 @@ def _student(book: Book, regimes: Sequence[str]) -> list[str]:
 
 def _figure(book: Book, regimes: Sequence[str], arms: Sequence[str]) -> None:
     shown = [arm for arm in arms if arm not in UNGUARDED]
-    figure, panels = books.axes(
-        width=3.2 * max(len(regimes), 2), height=0.32 * len(shown) + 1.2, columns=max(len(regimes), 2)
-    )
-    for panel, regime in zip(panels, regimes, strict=False):
+    columns = max((len(regimes) + 1) // 2, 2)
+    figure, panels = books.axes(width=3.0 * columns, height=0.5 * len(shown) + 2.4, columns=columns, rows=2)
+    for panel in panels[len(regimes) :]:
+        panel.set_visible(False)
+    for number, (panel, regime) in enumerate(zip(panels, regimes, strict=False)):
         for place, arm in enumerate(reversed(shown)):
             found = against(book, arm, "frozen", regime)
             if found:
@@ -160,7 +161,9 @@ def _figure(book: Book, regimes: Sequence[str], arms: Sequence[str]) -> None:
         panel.axvline(0.0, color="#888888", lw=1)
         panel.set_title(regime, fontsize=10)
         panel.set_ylim(-0.5, len(shown) - 0.5)
-        panel.set_yticks(range(len(shown)), list(reversed(shown)) if regime == regimes[0] else [""] * len(shown))
+        panel.set_yticks(range(len(shown)), list(reversed(shown)) if number % columns == 0 else [""] * len(shown))
         panel.set_xlabel("nats against frozen", fontsize=8)
         panel.tick_params(labelsize=8)
+        panel.locator_params(axis="x", nbins=4)
+    figure.subplots_adjust(hspace=0.35)
     books.save_figure(book, figure)

@@ -94,7 +94,7 @@ def plan_lines(plan: Mapping[str, Any]) -> list[str]:
     """Bytes by part, every precision, whether it fits, what would make it fit, and the cost."""
     layout = plan["plan"]
     lines = wrapped("precision  ", f"{plan['precision']}: {plan['reason']}")
-    lines += ["", f"on {plan['device']}, when it is the fullest ({layout['largest_at']})"]
+    lines += ["", f"on {plan['device']}, at the peak ({layout['largest_at']})"]
     lines += _table(layout["device"])
     lines += ["main memory", *_table(layout["main_memory"]), "disk", *_table(layout["disk"])]
     if plan["disk_short_by"]:

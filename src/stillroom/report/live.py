@@ -96,6 +96,6 @@ class LiveReport:
             return ""
         failed = f", {self.num_failed} could not be written" if self.num_failed else ""
         return (
-            f"Written {self.num_written} times during the run in {self.seconds:.1f} s; {self.num_left_out} pages left "
-            f"out to stay below {MAX_SHARE:.0%} of its time{failed}."
+            f"Updates of this page during the run: {self.num_written} in {self.seconds:.1f} s; left out to stay below "
+            f"{MAX_SHARE:.0%} of the run's time: {self.num_left_out}{failed}."
         )

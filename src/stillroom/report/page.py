@@ -271,7 +271,7 @@ def closeness(run: RunRecord) -> dict[str, Any] | None:
     held_out = as_number(section(run.start, "data").get("eval_documents"))
     if scored is not None and scored < MIN_DOCUMENTS:
         note += (
-            f" There are no intervals: it takes {MIN_DOCUMENTS} held-out documents (scored: {format_count(scored)})."
+            f" There are no intervals: they need {MIN_DOCUMENTS} held-out documents (scored: {format_count(scored)})."
         )
     elif scored is not None:
         documents = f"{format_count(scored)} held-out documents"

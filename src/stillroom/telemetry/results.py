@@ -140,7 +140,7 @@ def no_interval_lines(row: Fields) -> list[str]:
     documents = as_number(row.get("documents"))
     if documents is None or documents >= MIN_DOCUMENTS:
         return []
-    return [f"no 95 % interval: it takes {MIN_DOCUMENTS} held-out documents (scored: {format_count(documents)})"]
+    return [f"no 95 % interval: it needs {MIN_DOCUMENTS} held-out documents (scored: {format_count(documents)})"]
 
 
 # -- what a student retains of its teacher's figures -----------------------------------------------------
