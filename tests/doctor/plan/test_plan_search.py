@@ -178,11 +178,11 @@ def test_amounts_are_read_in_powers_of_ten_and_of_two(text: str, size: int) -> N
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["16", "15.9", " 17179869184 "])
-def test_a_number_without_a_unit_is_refused(text: str) -> None:
+@pytest.mark.parametrize(("text", "unit"), [("16", "GB"), ("15.9", "GB"), (" 17179869184 ", "B")])
+def test_a_number_without_a_unit_is_refused_with_the_unit_it_likely_has(text: str, unit: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_bytes(text)
-    assert f"{text.strip()}GB" in caught.value.advice[0]
+    assert caught.value.advice[0].endswith(f" {text.strip()}{unit}")
 
 
 @pytest.mark.parametrize("text", ["16XB", "", "GB", "-4GB", "0GB", "nan", "1e9", "16 GB GB"])
