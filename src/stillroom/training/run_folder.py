@@ -537,7 +537,7 @@ def _another_run(folder: Path, stored: Config, given: Config, differences: list[
     resume = f"or continue that run: stillroom resume {folder}"
     is_longer = 0 < stored.train.max_steps < given.train.max_steps
     if is_longer and [line.split()[0] for line in differences] == ["train.max_steps"]:
-        resume = f"or, once it is finished, train it longer: {resume_longer(folder, given.train.max_steps)}"
+        resume = f"or when it is finished, train it longer: {resume_longer(folder, given.train.max_steps)}"
     what = f"{folder} holds a run of another configuration: {shown}"
     return ConfigError(what, where="--out", advice=[another, resume])
 
