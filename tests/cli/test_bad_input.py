@@ -119,6 +119,27 @@ def test_a_folder_of_another_run_is_refused_with_what_differs(stillroom: Command
     assert (tmp_path / "run" / "events.jsonl").read_bytes() == before, "nothing of the other run is touched"
 
 
+def test_a_run_and_a_dry_run_in_one_folder_are_told_apart(stillroom: Command, world: Path, tmp_path: Path) -> None:
+    """The refusal listed the settings that --dry-run had changed, and the user had changed none."""
+    assert stillroom(*arguments(world, tmp_path / "try"), "--dry-run")[0] == 0
+    code, _out, err = stillroom(*arguments(world, tmp_path / "try"))
+    assert code == 2 and "dry run" in err and "eval.max_batches" not in err
+    assert stillroom(*arguments(world, tmp_path / "run"))[0] == 0
+    code, _out, err = stillroom(*arguments(world, tmp_path / "run"), "--dry-run")
+    assert code == 2 and "dry run" in err and "eval.max_batches" not in err
+
+
+def test_more_steps_of_a_finished_run_name_the_command_that_gives_them(
+    stillroom: Command, world: Path, tmp_path: Path
+) -> None:
+    steps = {"train__max_steps": 2}
+    assert stillroom(*arguments(world, tmp_path / "run", **steps))[0] == 0
+    _code, out, err = stillroom("resume", str(tmp_path / "run"))
+    assert "--max-steps N" in " ".join(f"{out} {err}".split())
+    code, _out, err = stillroom(*arguments(world, tmp_path / "run", train__max_steps=3))
+    assert code == 2 and "--max-steps 3" in " ".join(err.split())
+
+
 def test_a_folder_of_something_else_is_refused(stillroom: Command, world: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter1.tex").write_text("dear reader")

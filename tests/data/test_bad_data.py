@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from stillroom.config import parse_assignments
 from stillroom.config.schema import DataConfig
 from stillroom.core.errors import ConfigError, DataError
 from stillroom.data import Loader, open_data, open_eval, sources
@@ -77,6 +79,15 @@ def test_one_bad_record_is_left_out_and_told(tmp_path: Path, tokenizer: Any, lin
     assert corpus.counters["bad_records"] == 1 and corpus.counters["records"] == len(GOOD)
     (note,) = (note for note in corpus.notes if "1 of 201 records" in note)
     assert "d.jsonl:17: " in note and BAD_LINES[line] in note
+
+
+def test_plain_text_in_another_column_is_read_as_advised(tmp_path: Path, tokenizer: Any) -> None:
+    """The advice named a prompt and a completion only, and a file of texts has neither."""
+    spec = write(tmp_path / "d.jsonl", *(line.replace(b'"text"', b'"content"') for line in GOOD))
+    advice = refusal(DataConfig(train=spec), tokenizer).advice[0]
+    advised = parse_assignments([re.findall(r'"(data\.columns=[^"]+)"', advice)[0].replace("COLUMN", "content")])
+    corpus = open_data(DataConfig(train=spec, columns=advised["data.columns"]), tokenizer)
+    assert corpus.counters["records"] == len(GOOD)
 
 
 def test_too_many_bad_records_name_the_first_three_and_what_to_try(tmp_path: Path, tokenizer: Any) -> None:

@@ -63,6 +63,12 @@ def test_a_glob_as_advised_finds_compressed_files_too(tmp_path: Path) -> None:
     assert [path.name for path in locate(glob)] == ["a.jsonl", "b.jsonl.gz", "d.jsonl"]
 
 
+def test_a_glob_as_advised_finds_no_file_of_a_longer_suffix(tmp_path: Path) -> None:
+    fill(tmp_path, "a.json", "b.jsonl")
+    globs = [advice.split("'")[1] for advice in refusal(str(tmp_path)).advice]
+    assert [[path.name for path in locate(glob)] for glob in globs] == [["a.json"], ["b.jsonl"]]
+
+
 def test_a_folder_without_data_is_refused_with_what_is_read(tmp_path: Path) -> None:
     fill(tmp_path, "README.md")
     error = refusal(str(tmp_path))

@@ -141,6 +141,13 @@ def test_the_cut_that_is_advised_where_teacher_and_student_are_one_model_cuts_it
         assert advised.student.init == "shrink" and (advised.student.shrink.layers or advised.student.shrink.to)
 
 
+@pytest.mark.parametrize("is_dry_run", [False, True])
+def test_only_a_whole_run_is_warned_that_its_steps_are_too_few(is_dry_run: bool) -> None:
+    lazy = {"travel": lambda: 0.01, "spread": lambda: 0.02}
+    start = Start(90.0, 100, None, None, 5, 1e-3, **lazy, is_dry_run=is_dry_run)
+    assert bool(doubts(start, Settings(load_config(None).to_dict()))) != is_dry_run
+
+
 def test_the_gravest_is_first() -> None:
     over = {"train.max_steps": 100, "train.eval_steps": 2000, "guard.loss_clamp": 5.0}
     assert [one.severity for one in before_a_run(load_config(None, overrides=over))] == ["problem", "hint"]

@@ -169,6 +169,14 @@ def test_documents_are_continued_from_their_beginnings(world: Path, tmp_path: Pa
 # -- what is kept ----------------------------------------------------------------------------------------
 
 
+def test_texts_without_prompts_are_refused_with_the_setting_that_reads_them(world: Path, tmp_path: Path) -> None:
+    """The advice listed {"text"} as a shape that is read, which these records have."""
+    texts = world / "train.jsonl"
+    with refused(DataError, "", "write.start=documents") as caught:
+        written(world / "teacher", texts, tmp_path / "d.jsonl")
+    assert not any('{"text"}' in advice for advice in caught.value.advice)
+
+
 def test_a_checker_keeps_drops_and_ranks(world: Path, questions: Path, tmp_path: Path) -> None:
     more = {"samples": 6, "temperature": 1.5, "checker": r"regex:^\s*(\w+)", "max_new_tokens": 4}
     everything, told = written(world / "teacher", questions, tmp_path / "all.jsonl", **more)

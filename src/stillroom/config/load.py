@@ -794,6 +794,11 @@ def shortened(loaded: Loaded) -> Loaded:
     return Loaded(short, (*loaded.notes, f"dry run: {', '.join(cut)}"))
 
 
+def is_shortened(config: Config) -> bool:
+    """Whether a configuration is that of a dry run: shortening it once more changes nothing."""
+    return shortened(Loaded(config, ())).config.to_dict() == config.to_dict()
+
+
 # -- TOML -------------------------------------------------------------------------------------------------
 # Write a configuration as TOML, which the standard library can only read.
 

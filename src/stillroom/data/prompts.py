@@ -13,6 +13,11 @@ from stillroom.data.sources import BUILTIN_PREFIX, checked, embedded_records, re
 
 # (fields of the prompt, field of the answer); records without the answer are prompts too.
 _PAIRS = {"prompt": "completion", "question": "answer", "instruction": "output"}
+_PROMPTS_NEED = (
+    "to continue the beginnings of plain texts: --set write.start=documents",
+    f"fix or remove these records; each needs one of messages, conversations, {', '.join(_PAIRS)}",
+)
+_DOCUMENTS_NEED = ("fix or remove these records; each needs a text",)
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ def read_prompts(source: SourceConfig, tally: Tally, *, as_documents: bool, max_
         seen.add(prompt.key)
         found.append(prompt)
     tally.counters["records"] += len(found) + tally.counters["repeated_prompts"]
-    tally.judge(source.path, max_bad_share)
+    tally.judge(source.path, max_bad_share, _DOCUMENTS_NEED if as_documents else _PROMPTS_NEED)
     if not found:
         raise DataError(f"{source.path} holds no prompt", where="write.prompts", advice=["name other data"])
     if count := tally.counters["repeated_prompts"]:

@@ -11,7 +11,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -148,8 +148,11 @@ class Tally:
         """Name the first bad records with their reasons."""
         return "; ".join(f"{bad.where}: {bad.why}" for bad in self.bad[:_NUM_BAD_NAMED])
 
-    def judge(self, spec: str, max_bad_share: float) -> None:
-        """Raise if more than `max_bad_share` of the records cannot be used; otherwise note how many."""
+    def judge(self, spec: str, max_bad_share: float, needed: Sequence[str] = ()) -> None:
+        """Raise if more than `max_bad_share` of the records cannot be used; otherwise note how many.
+
+        `needed` is the advice on what a record must have; by default it names the shapes of training data.
+        """
         num_bad = self.counters["bad_records"]
         num_read = num_bad + self.counters["records"]
         if not num_bad:
@@ -160,12 +163,12 @@ class Tally:
             self.note(f"{unusable} and are left out: {named}")
             return
         share = min(1.0, -(-100 * num_bad // num_read) / 100)
-        advice = [f"fix or remove these records; the shapes read are {', '.join(SHAPES)}"]
+        advice = list(needed) or [f"fix or remove these records; the shapes read are {', '.join(SHAPES)}"]
         if any(bad.why.startswith(_NO_FIELDS) for bad in self.bad):
             advice.insert(
                 0,
-                "say which of its columns are the fields: "
-                "--set \"data.columns={prompt = 'COLUMN', completion = 'COLUMN'}\", or data.template",
+                "say which of its columns are the fields: --set \"data.columns={text = 'COLUMN'}\" for plain text, "
+                "\"data.columns={prompt = 'COLUMN', completion = 'COLUMN'}\" for answers, or data.template",
             )
         if self.counters["records"]:
             advice.append(f"set data.max_bad_share={share:g} to continue without them")

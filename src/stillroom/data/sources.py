@@ -197,9 +197,15 @@ def _inside(folder: Path, spec: str) -> list[Path]:
         held = ", ".join(f"{suffix} ({count:,})" for suffix, count in sorted(kinds.items()))
         raise DataError(
             f"{spec} is a folder with data files of several kinds: {held}",
-            advice=[f"name those of one kind with a glob: '{folder / '**' / f'*{suffix}*'}'" for suffix in kinds],
+            advice=[f"name those of one kind with a glob: '{folder / '**' / _pattern(paths, kind)}'" for kind in kinds],
         )
     return paths
+
+
+def _pattern(paths: list[Path], kind: str) -> str:
+    """A glob of the files of one kind. It ends in a star only if some are compressed: *.json* has *.jsonl too."""
+    endings = {path.name[path.name.lower().rindex(kind) :] for path in paths if data_suffix(path) == kind}
+    return f"*{endings.pop()}" if len(endings) == 1 else f"*{kind}*"
 
 
 def _files(folder: Path) -> list[Path]:

@@ -279,7 +279,7 @@ def steps(
                 notes = (*notes, _extend(claim, finished, max_steps, parallel))
             elif finished.get("status") in FINISHED:
                 if first:
-                    _teller(listeners)(_already_finished(claim.folder, finished))
+                    _teller(listeners)(_already_finished(claim, finished))
                 return result_or_error(Result(claim.folder, finished, already_finished=True))
             notes = (*notes, doubt) if doubt else notes
             options: dict[str, Any] = {"accepts": accept_changed_inputs, "extends": max_steps is not None}
@@ -498,10 +498,13 @@ def _prints_day(models: Models) -> bool:
     return any(prints_day(one) for one in tokenizers if one.chat_template)
 
 
-def _already_finished(folder: Path, summary: dict[str, Any]) -> str:
+def _already_finished(claim: Claim, summary: dict[str, Any]) -> str:
     steps = summary.get("steps")
     after = f" after {steps:,} steps" if isinstance(steps, int) else ""
-    return f"the run in {folder} is already finished{after}: nothing of it is trained again"
+    told = f"the run in {claim.folder} is already finished{after}: nothing of it is trained again"
+    if claim.sender is not None or not cut_rounds.is_one_run(claim.config):  # _extend refuses these
+        return told
+    return f"{told}; to train longer: {run_folder.resume_longer(claim.folder)}"
 
 
 def _train(

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stillroom.config import Config
+from stillroom.config.load import is_shortened
 from stillroom.core.errors import BrokenAtStart, CheckpointUnusable, InputsChanged, StillroomError
 from stillroom.core.types import IGNORED, Batch, DenseSignal, HeadWeights, PairedSignal, Signal
 from stillroom.data import Corpus, Rows
@@ -323,6 +324,7 @@ def doubts(run: Run, student: Evaluation) -> list[str]:
         spread=lambda: _spread(run),
         is_own_teacher=run.config.teacher.is_student,
         learns_labels=run.learns_labels,
+        is_dry_run=is_shortened(run.config),
     )
     return doubts_about(start, Settings(run.config.to_dict()))
 

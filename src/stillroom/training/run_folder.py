@@ -22,7 +22,7 @@ import psutil
 
 from stillroom import __version__
 from stillroom.config import Config
-from stillroom.config.load import build
+from stillroom.config.load import build, is_shortened
 from stillroom.config.schema import DIVERGENCES, OBJECTIVES, READERS, ObjectivesConfig, StudentConfig, TeacherConfig
 from stillroom.core.errors import BrokenAtStart, CannotSave, ConfigError, DataError, StillroomError
 from stillroom.core.files import (
@@ -521,13 +521,30 @@ def find_run(folder: Path, config: Config) -> tuple[bool, Config]:
         given = given.model_copy(update={"data": given.data.model_copy(update={"chat": stored.data.chat})})
     differences = differing_keys(stored, given)
     if differences:
-        shown = "; ".join(differences[:5]) + (f"; and {len(differences) - 5} more" if len(differences) > 5 else "")
-        raise ConfigError(
-            f"{folder} holds a run of another configuration: {shown}",
-            where="--out",
-            advice=["choose another folder with --out", f"or continue that run: stillroom resume {folder}"],
-        )
+        raise _another_run(folder, stored, given, differences)
     return True, given
+
+
+def _another_run(folder: Path, stored: Config, given: Config, differences: list[str]) -> ConfigError:
+    another = "choose another folder with --out"
+    if is_shortened(stored) and not is_shortened(given):
+        what = f"{folder} holds a dry run of {stored.train.max_steps} steps, which a whole run does not continue"
+        return ConfigError(what, where="--out", advice=[another, "or delete that folder"])
+    if is_shortened(given) and not is_shortened(stored):
+        what = f"{folder} holds a run, and a dry run needs another folder"
+        return ConfigError(what, where="--out", advice=["leave --out out, or name another folder"])
+    shown = "; ".join(differences[:5]) + (f"; and {len(differences) - 5} more" if len(differences) > 5 else "")
+    resume = f"or continue that run: stillroom resume {folder}"
+    is_longer = 0 < stored.train.max_steps < given.train.max_steps
+    if is_longer and [line.split()[0] for line in differences] == ["train.max_steps"]:
+        resume = f"or when it is finished, train it longer: {resume_longer(folder, given.train.max_steps)}"
+    what = f"{folder} holds a run of another configuration: {shown}"
+    return ConfigError(what, where="--out", advice=[another, resume])
+
+
+def resume_longer(folder: Path, steps: int | str = "N") -> str:
+    """The command that continues a finished run to more steps."""
+    return f"stillroom resume {folder} --max-steps {steps}"
 
 
 def _is_before_a_run(path: Path) -> bool:
