@@ -464,7 +464,8 @@ def _method(results: Results, mark: Marks, made: Record) -> Iterator[str]:
     yield f"The best recipe sets {settings}."
     tried = {name: ", ".join(f"{rate:g}" for rate in sorted(results.tried(name))) for name in trials()}
     rates = [f"{_told(name)} {results.chosen_rate(name):g} of {told}" for name, told in tried.items() if told]
-    yield f"Learning rates by short trials on dev text: {'; '.join(rates)}. A trial is shorter than an arm."
+    if rates:
+        yield f"Learning rates by short trials on dev text: {'; '.join(rates)}. A trial is shorter than an arm."
     machine = results.arms()["teacher", 0]["machine"]
     versions = ", ".join(f"{name} {machine['versions'][name]}" for name in ("torch", "transformers"))
     yield (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import re
 import statistics
 import tempfile
@@ -136,7 +137,10 @@ def threads(setup: Setup) -> Iterator[Finding]:
         yield amber("idle_cores", what, "unset OMP_NUM_THREADS")
     if machine.load > BUSY * machine.num_cores:
         what = f"{machine.load:.1f} processes want {machine.num_cores} cores: steps will take several times as long"
-        yield amber("busy_machine", what, "wait for the others (top shows them), or OMP_WAIT_POLICY=passive")
+        to_try = "wait for the others (top shows them)"
+        if os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive":
+            to_try += ", or OMP_WAIT_POLICY=passive"
+        yield amber("busy_machine", what, to_try)
 
 
 # -- installation ----------------------------------------------------------------------------------------
