@@ -137,7 +137,7 @@ def threads(setup: Setup) -> Iterator[Finding]:
         yield amber("idle_cores", what, "unset OMP_NUM_THREADS")
     if machine.load > BUSY * machine.num_cores:
         what = f"{machine.load:.1f} processes want {machine.num_cores} cores: steps will take several times as long"
-        to_try = "wait for the others (top shows them)"
+        to_try = "wait for the others, or end them (top shows them)"
         if os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive":
             to_try += ", or OMP_WAIT_POLICY=passive"
         yield amber("busy_machine", what, to_try)
