@@ -75,6 +75,25 @@ def test_strict_halts_at_the_first_nan_and_names_the_term() -> None:
     assert verdict.action == "halt" and "kd" in verdict.reason
 
 
+def test_a_loss_is_judged_by_windows_of_the_same_sources() -> None:
+    """A step of a small source with a higher loss, one in sixteen, was a spike of the others and was refused."""
+
+    def of(source: str, loss: float) -> Evidence:
+        return evidence(loss, terms={"kd": loss}, sources={source: {"targets": 1000.0, "kd": loss}})
+
+    guard = Guard(GuardConfig())
+    for index in range(320):
+        noise = 0.03 * math.sin(index)
+        seen = of("chats", 1.9 + noise) if index % 16 == 15 else of("documents", 1.1 + noise)
+        assert guard.judge(seen).action == "keep", index
+        guard.accept(seen)
+    assert guard.judge(of("documents", 1.9)).action == "examine", "high for a document"
+    assert guard.judge(of("chats", 3.0)).action == "examine", "high for a chat"
+    again = Guard(GuardConfig())
+    again.load_state_dict(guard.state_dict())
+    assert again.judge(of("chats", 1.9)).action == "keep" and again.judge(of("documents", 1.9)).action == "examine"
+
+
 def test_a_spike_with_a_sound_canary_is_the_batch_s_fault() -> None:
     guard = settled()
     verdict = guard.judge(evidence(9.0))

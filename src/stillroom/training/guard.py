@@ -4,8 +4,9 @@ Verdicts, mildest first: keep; retry with a smaller loss scale; skip the batch; 
 on labels alone for a while; begin again; halt with advice. The loss on a fixed canary batch tells a bad batch from a
 bad state: if it is still good, the batch is at fault.
 
-Statistics are medians over accepted steps, so refused steps do not affect them. The best canary loss so far, that of
-the student before training included, bounds how far losses may drift.
+Statistics are medians over accepted steps, so refused steps do not affect them, and a loss is compared with those of
+windows of the same sources. The best canary loss so far, that of the student before training included, bounds how far
+losses may drift.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Guard:
     def __init__(self, config: GuardConfig, *, vocab_size: int = 0) -> None:
         self.config = config
         self._guess = math.log(vocab_size) if vocab_size else math.inf  # loss of a guess among all tokens
-        self._losses: dict[str, History] = {}  # the weighted sum and each term by itself
+        self._losses: dict[str, History] = {}  # the weighted sum and each term, by the sources of the window
         self._norms = History(WINDOW_STEPS)
         self._phase = ""
         self._recent: deque[bool] = deque(maxlen=_BUDGET_STEPS)  # True: refused
@@ -161,7 +162,7 @@ class Guard:
         if not evidence.bad_teacher_rows:
             for name, value in _values(evidence).items():
                 if math.isfinite(value):  # one NaN would make every later threshold NaN
-                    self._losses.setdefault(name, History(WINDOW_STEPS)).add(value)
+                    self._losses.setdefault(_history_of(evidence, name), History(WINDOW_STEPS)).add(value)
             if math.isfinite(evidence.grad_norm):
                 self._norms.add(math.log(max(evidence.grad_norm, 1e-30)))
             self.consecutive_teacher = 0
@@ -183,7 +184,7 @@ class Guard:
 
     def _loss_spike(self, evidence: Evidence) -> str:
         for name, value in _values(evidence).items():
-            history = self._losses.get(name)
+            history = self._losses.get(_history_of(evidence, name))
             bound = self._loss_bound(name, history, evidence.num_targets) if history else math.inf
             if name == _LABELS:
                 bound = max(bound, self._guess)
@@ -299,6 +300,15 @@ def _values(evidence: Evidence) -> dict[str, float]:
     labels = evidence.label_loss
     watched = {} if labels is None or not math.isfinite(labels) else {_LABELS: labels}
     return {"loss": evidence.loss, **evidence.terms, **watched}
+
+
+def _history_of(evidence: Evidence, name: str) -> str:
+    """The name of the values that a value is compared with.
+
+    They are of windows of the same sources. Chats have other losses than documents: compared with all windows, those of
+    a small source were refused whenever their turn came.
+    """
+    return "\n".join((*sorted(evidence.sources), name))
 
 
 def is_within_band(exam: Examination) -> bool:
