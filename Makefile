@@ -22,8 +22,9 @@ demo: $(STAMP)
 # Threads that sleep while they wait: next to other processes those that spin make the tests several times slower.
 test test-slow: export OMP_WAIT_POLICY ?= passive
 
+# Three processes on two cores: many tests wait for others, or for time to pass.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

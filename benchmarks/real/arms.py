@@ -113,14 +113,14 @@ ARMS = {
         Arm("best", "best recipe", BEST, "kl"),
         Arm("rounds", "forward KL, rounds of own text", {**KL, **ROUNDS}, "kl"),
         Arm("cached", "forward KL, stored answers (hybrid)", KL, "kl", epochs_stored=2.0),
-        Arm("narrow-cut", "not recovered", HALF_WIDTH, student=NARROW),
-        Arm("narrow-kl", "forward KL, live teacher", {**KL, **HALF_WIDTH}, "narrow-kl", student=NARROW),
         Arm("q4", "best recipe, rounded to q4_0", base="best", file="q4_0"),
         Arm(
             "q4-trained", "best recipe, trained as q4_0",
             {**KL, "student.init": "pretrained", "student.quantise": "q4_0", "train.weight_decay": 0.0},
             rate=1e-4, base="best", file="q4_0", share=1 / 8,
         ),
+        Arm("narrow-cut", "not recovered", HALF_WIDTH, student=NARROW),
+        Arm("narrow-kl", "forward KL, live teacher", {**KL, **HALF_WIDTH}, "narrow-kl", student=NARROW),
         Arm("narrow-plain", "plain training", {**PLAIN, **HALF_WIDTH}, "narrow-plain", student=NARROW),
     )
 }  # fmt: skip

@@ -91,17 +91,28 @@ class Place:
     # -- what the teacher writes -------------------------------------------------------------------------
 
     def written(self, kind: str) -> Path:
+        """What the teacher wrote. A cache of another machine than the results has none yet: it is written again."""
+        path = self._written(kind)
+        if not path.exists():
+            self.write(kind)
+        return path
+
+    def _written(self, kind: str) -> Path:
         return self.folder / "texts" / f"written-{kind}-{self.scale.written_tokens[kind]}.jsonl"
 
     def write(self, kind: str) -> Record:
         """Let the teacher write parts until there are enough tokens, then join them. Continues what was begun."""
+        with alone(self._written(kind)):
+            return self._write(kind)
+
+    def _write(self, kind: str) -> Record:
         wanted, parts, done = self.scale.written_tokens[kind], list[Path](), list[Record]()
         for number in range(PARTS):
             if sum(about["tokens"] for about in done) >= wanted:
                 break
             parts.append(self.folder / "written" / f"{kind}-{number:03}.jsonl")
             done.append(self._write_part(kind, number, parts[-1]))
-        out = self.written(kind)
+        out = self._written(kind)
         lines = [json.loads(line) for part in parts for line in part.read_text(encoding="utf-8").splitlines()]
         out.parent.mkdir(parents=True, exist_ok=True)
         partial = out.with_suffix(".partial")
