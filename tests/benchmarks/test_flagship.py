@@ -225,7 +225,8 @@ def test_the_page_of_the_documentation_is_that_of_the_result_files() -> None:
     made = draw_real.figures(committed)
     assert made == json.loads((committed.folder / "figures.json").read_text(encoding="utf-8"))
     page = (bench_real.PAGE / "results.md").read_text(encoding="utf-8")
-    assert draw_real.page(committed, made, "images/flagship.svg") == page
+    picture = "images/flagship.svg"  # there is none before the first arm
+    assert draw_real.page(committed, made, picture if (bench_real.PAGE / picture).exists() else "") == page
 
 
 def test_what_is_won_back_is_a_share_of_what_the_cut_added(results: Any) -> None:
