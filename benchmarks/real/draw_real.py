@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
 import statistics
 import sys
 from collections.abc import Iterator
@@ -252,9 +253,10 @@ def page(results: Results, made: Record, picture: str) -> str:
         "# A real model, halved on two cores",
         *_claim(mark, made),
         *([f"![Share of the lost quality that each arm won back, against CPU hours]({picture})"] if picture else []),
-        "The plot is of dev text, on which students were chosen; the tables are of text that nothing was chosen on. "
-        "*Won back*: of the bits per byte that the cut added, the share that training removed again; 100 % is the "
-        "teacher. *Prompts*: of those that the teacher answers, the share the student answers.",
+        "The plot is of dev text, on which students were chosen; the tables are of text that nothing was chosen on: "
+        "bits per byte, then the share won back, with its range over the seeds. *Won back*: of the bits per byte that "
+        "the cut added, the share that training removed again; 100 % is the teacher. *Prompts*: of those that the "
+        "teacher answers, the share the student answers.",
     ]
     for student, cut in ((CUT, "cut"), (NARROW, "narrow-cut")):
         if cut in made["arms"]:
@@ -286,15 +288,14 @@ def _claim(mark: Marks, made: Record) -> Iterator[str]:
 
 
 def _table(mark: Marks, made: Record, student: str) -> str:
-    head = ["", *(f"{TEXTS[text]}, bits per byte | won back, %" for text in TEXTS), "prompts, %", "CPU hours", "tokens"]
-    rows = [_row(head), _row(["---"] * (len(head) + len(TEXTS)))]
+    head = ["", *TEXTS.values(), "prompts, %", "CPU hours", "tokens"]
+    rows = [_row(head), _row(["---"] * len(head))]
     for name, told in made["arms"].items():
         if ARMS[name].student not in ("", student):
             continue
         path, cells = f'arms["{name}"]', [_label(name, told)]
         for text in TEXTS:
-            cells.append(mark(f"{path}.{text}.bits_per_byte", ".3f"))
-            cells.append(_won(mark, told, path, text))
+            cells.append(mark(f"{path}.{text}.bits_per_byte", ".3f") + _won(mark, told, path, text))
         cells.append(mark(f"{path}.answered", ".0f", percent=True))
         cells.append(mark(f"{path}.cpu_hours", ".2f") if "cpu_hours" in told else "")
         cells.append(mark(f"{path}.tokens", ",.0f") if "tokens" in told else "")
@@ -305,7 +306,7 @@ def _table(mark: Marks, made: Record, student: str) -> str:
 def _won(mark: Marks, told: Record, path: str, text: str) -> str:
     if "won_back" not in told[text]:
         return ""
-    mean = mark(f"{path}.{text}.won_back", ".1f", percent=True)
+    mean = f", {mark(f'{path}.{text}.won_back', '.1f', percent=True)} %"
     if told["seeds"] == 1:
         return mean
     ends = [mark(f"{path}.{text}.{end}", ".1f", percent=True) for end in ("least", "most")]
@@ -370,8 +371,8 @@ def _answers(arms: Arms) -> Iterator[str]:
 
 
 def _cell(text: str, is_bold: bool = False) -> str:
-    plain = " ".join(text.split()).replace("`", "'").replace("|", "/")
-    told = f"`{plain}`" if plain else ""
+    """Text of a model in a table, where none of its signs is one of Markdown."""
+    told = re.sub(r"[]\\[*_`~|<>&#{}$^+]", lambda sign: f"&#{ord(sign[0])};", " ".join(text.split()))
     return f"**{told}**" if is_bold and told else told
 
 
