@@ -254,9 +254,9 @@ def page(results: Results, made: Record, picture: str) -> str:
         *_claim(mark, made),
         *([f"![Share of the lost quality that each arm won back, against CPU hours]({picture})"] if picture else []),
         "The plot is of dev text, on which students were chosen; the tables are of text that nothing was chosen on: "
-        "bits per byte, then the share won back, with its range over the seeds. *Won back*: of the bits per byte that "
-        "the cut added, the share that training removed again; 100 % is the teacher. *Prompts*: of those that the "
-        "teacher answers, the share the student answers.",
+        "bits per byte, then the share won back, from least to most where there are several seeds. *Won back*: of the "
+        "bits per byte that the cut added, the share that training removed again; 100 % is the teacher. *Prompts*: of "
+        "those that the teacher answers, the share the student answers.",
     ]
     for student, cut in ((CUT, "cut"), (NARROW, "narrow-cut")):
         if cut in made["arms"]:
