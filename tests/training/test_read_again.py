@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from stillroom.cli import main
 from stillroom.config import load_config
 from stillroom.core.errors import CannotSave, StudentDiffers
 from stillroom.telemetry import read_events
+from stillroom.training import finish
 from stillroom.training.distill import distill, resume
 
 SHORT = {"train__max_steps": 2, "train__eval_steps": 2, "eval__samples": 0}
@@ -47,6 +49,25 @@ def test_a_written_student_is_the_trained_one_and_the_log_says_so(world: Path, t
     summary = distill(config, tmp_path / "run", device="cpu").summary
     assert summary["read_back"]["is_equal"] and summary["read_back"]["difference"] < 1e-4
     assert any("student/ was read back: logits on 2 rows differ by" in note for note in notes(tmp_path / "run"))
+
+
+def test_memory_of_the_training_is_returned_before_a_second_student_is_read(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy stood next to what the steps had left behind: a tenth was added to the peak of a real model's run."""
+    order: list[str] = []
+    for name in ("save_student", "return_unused_memory", "read_again"):
+        monkeypatch.setattr(finish, name, noted(order, name, getattr(finish, name)))
+    distill(load_config(overrides=tiny.settings(world, **SHORT)), tmp_path / "run", device="cpu")
+    assert order == ["save_student", "return_unused_memory", "read_again"]
+
+
+def noted(order: list[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*given: Any) -> Any:
+        order.append(name)
+        return function(*given)
+
+    return call
 
 
 @pytest.mark.usefixtures("forgetful")

@@ -29,7 +29,7 @@ from stillroom.training.answers import Asked, answer, asked_prompts, teacher_ans
 from stillroom.training.by_source import source_rows
 from stillroom.training.evaluate import Evaluation, summary_row
 from stillroom.training.loop import Stop, advice_of
-from stillroom.training.memory import evaluate_held_out, micro_batch_rows
+from stillroom.training.memory import evaluate_held_out, micro_batch_rows, return_unused_memory
 from stillroom.training.run import Run, RunState
 from stillroom.training.save import gather_student, load_best, save_student, whole_again
 from stillroom.training.select import SELECTIONS, Selection, num_judged, selection_of
@@ -365,6 +365,7 @@ def finish(run: Run, state: RunState, stop: Stop) -> Result:
     about = _BYTES_A_PARAMETER * run.num_student_parameters / _DISK_BYTES_A_SECOND
     with run.stages.stage("saving the student and reading it back", about=about):
         save_student(run)
+        return_unused_memory()  # a second student is read
         found = read_again(run)
         run = whole_again(run)
         run.teacher.training.save(run.folder)
