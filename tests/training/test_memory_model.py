@@ -1,13 +1,16 @@
-"""Laws of the model of memory: sums of parts, one of several processes, and micro-batches that fit."""
+"""Laws of the model of memory: sums of parts, one of several processes, micro-batches that fit; and of freed memory."""
 
 from __future__ import annotations
 
+import platform
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import tiny
+import torch
 
 from stillroom.config import load_config
 from stillroom.core.errors import ConfigError
@@ -25,6 +28,7 @@ from stillroom.training.memory import (
     chosen_mode,
     lay_out,
     parts_that_fit,
+    trim_heap,
 )
 
 
@@ -280,3 +284,19 @@ def test_a_card_is_planned_with_the_temporaries_of_its_fused_rows(world: Path, d
     settings = {"objectives__chunk_tokens": 8, "objectives__kd__divergence": divergence}
     plain = laid_out(world, card, objectives__chunk_tokens=8).trace.at_peak["head"]
     assert laid_out(world, card, **settings).trace.at_peak["head"] - plain == blocks * 4 * 8 * 320
+
+
+# -- freed memory ----------------------------------------------------------------------------------------
+
+
+def test_what_is_freed_between_blocks_that_stay_is_returned() -> None:
+    """A real model's process grew with its steps: glibc gives back what lies at the end of its heap alone."""
+    if platform.libc_ver()[0] != "glibc":
+        pytest.skip("another C library")
+    process = psutil.Process()
+    taken = [torch.ones(16_000 if number % 2 else 16) for number in range(4_000)]  # of 64 kB: not mapped one by one
+    kept = taken[::2]
+    del taken
+    before = process.memory_info().rss
+    trim_heap()
+    assert before - process.memory_info().rss > 60e6 and len(kept) == 2_000

@@ -17,7 +17,7 @@ from stillroom.cli import main
 from stillroom.config import load_config
 from stillroom.core.errors import CannotSave, StudentDiffers
 from stillroom.telemetry import read_events
-from stillroom.training import finish
+from stillroom.training import finish, loop
 from stillroom.training.distill import distill, resume
 
 SHORT = {"train__max_steps": 2, "train__eval_steps": 2, "eval__samples": 0}
@@ -60,6 +60,16 @@ def test_memory_of_the_training_is_returned_before_a_second_student_is_read(
         monkeypatch.setattr(finish, name, noted(order, name, getattr(finish, name)))
     distill(load_config(overrides=tiny.settings(world, **SHORT)), tmp_path / "run", device="cpu")
     assert order == ["save_student", "return_unused_memory", "read_again"]
+
+
+def test_freed_memory_is_returned_after_every_evaluation_and_save(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(loop, "trim_heap", noted(order, "trim_heap", loop.trim_heap))
+    settings = tiny.settings(world, train__max_steps=6, train__eval_steps=2, train__save_steps=3, eval__samples=0)
+    distill(load_config(overrides=settings), tmp_path / "run", device="cpu")
+    assert len(order) == 4, "at steps 2, 3, 4 and 6"
 
 
 def noted(order: list[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,7 +30,7 @@ from stillroom.telemetry.wording import section
 from stillroom.training.checkpoint import CheckpointSnapshots, no_save_left, tell_finished
 from stillroom.training.evaluate import KEPT_BYTES, Evaluation, never_stop
 from stillroom.training.gradients import term_gradients
-from stillroom.training.memory import evaluate_held_out, micro_batch_rows, parts_of, within_memory
+from stillroom.training.memory import evaluate_held_out, micro_batch_rows, parts_of, trim_heap, within_memory
 from stillroom.training.recover import check_state, is_sound, keep_snapshot, take_snapshot
 from stillroom.training.rollouts import ensure_round
 from stillroom.training.run import Run, RunState, kept_weights, weights_of
@@ -288,6 +288,8 @@ def evaluate_and_save(run: Run, state: RunState, loss_weights: LossWeights, *, i
     if is_last or (is_save and run.parallel.broadcast(float(is_worth_it)) == 1.0):
         with run.stages.stage("saving a checkpoint", about=0.0):
             save_checkpoint(run, state, is_awaited=is_last)
+    if is_eval or is_save:
+        trim_heap()
 
 
 # ---- Evaluation

@@ -615,8 +615,16 @@ def _longest(run: Run) -> Batch:
 
 
 def return_unused_memory() -> None:
-    """Give back to the system what loading left behind: glibc keeps freed memory for as long as nobody asks."""
+    """Give back to the system what loading or training left behind."""
     gc.collect()
+    trim_heap()
+
+
+def trim_heap() -> None:
+    """Return freed memory to the system: glibc keeps it for as long as nobody asks.
+
+    Activations of changing sizes are freed between blocks that stay, so that the heap of a long run grows.
+    """
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
