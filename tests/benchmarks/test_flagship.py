@@ -23,6 +23,7 @@ import arms
 import bench_real
 import budget
 import draw_real
+import place
 import prompts
 import text_files
 
@@ -227,6 +228,32 @@ def test_the_page_of_the_documentation_is_that_of_the_result_files() -> None:
     page = (bench_real.PAGE / "results.md").read_text(encoding="utf-8")
     picture = "images/flagship.svg"  # there is none before the first arm
     assert draw_real.page(committed, made, picture if (bench_real.PAGE / picture).exists() else "") == page
+
+
+def test_the_headline_is_of_the_arm_that_is_best_on_dev_text(results: Any) -> None:
+    made = draw_real.figures(results)
+    assert f"({arms.ARMS['kl'].label}, the best arm" in draw_real.page(results, made, "")
+    made["arms"]["plain"]["dev_bits_per_byte"] = 1.2
+    assert f"({arms.ARMS['plain'].label}, the best arm" in draw_real.page(results, made, "")
+
+
+def test_text_that_is_missing_is_written_again_and_text_that_is_there_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results came from another machine, and the first arm found no text to train on."""
+    parts: list[int] = []
+
+    def write_part(_place: Any, _kind: str, number: int, out: Path) -> dict[str, Any]:
+        parts.append(number)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text('{"prompt_ids": [1], "ids": [2], "prompt": "a", "completion": "b"}\n', encoding="utf-8")
+        return {"tokens": 1_500, "rows": 1, "cpu_seconds": 1.0}
+
+    monkeypatch.setattr(place.Place, "_write_part", write_part)
+    here = place.Place(tmp_path, arms.SMALL)
+    made = here.written("chat")
+    assert parts == [0, 1] and len(made.read_text(encoding="utf-8").splitlines()) == 2
+    assert here.written("chat") == made and parts == [0, 1]
 
 
 def test_what_is_won_back_is_a_share_of_what_the_cut_added(results: Any) -> None:
