@@ -285,7 +285,8 @@ def _claim(mark: Marks, made: Record) -> Iterator[str]:
     yield (
         f"SmolLM2-135M-Instruct, cut to {size} of its parameters and recovered in {hours} hours of one CPU core "
         f"({ARMS[name].label}, the best arm on dev text), wins back {won[0]}, {won[1]} and {won[2]} of what the "
-        f"cut lost, and answers {mark(f'{path}.answered', '.0f', percent=True)} % of the prompts that its teacher answers."
+        f"cut lost, and answers {mark(f'{path}.answered', '.0f', percent=True)} % of the prompts that its "
+        "teacher answers."
     )
 
 
